@@ -20,6 +20,7 @@ __all__ = [
     "has_dropped",
     "is_watched",
     "keepers_of",
+    "moves",
     "register",
     "skipped",
     "tell",
@@ -69,6 +70,9 @@ class Watcher(Protocol):
 
     def went_back(self) -> None:
         """Hear that the module's values are those of a checkpoint now, and none of a step that was made."""
+
+    def moves(self) -> None:
+        """Hear that the parameters are about to be moved by what is no optimizer's step."""
 
     def was_set(self, thing: object, name: str) -> None:
         """Hear that an attribute of what trains the module is not as the watcher may have set it any more."""
@@ -155,6 +159,12 @@ def went_back(module: "nn.Module") -> None:
     """Tell a module's watchers that it has the values of a checkpoint, between two steps."""
     for watcher in _watchers.of(module):
         watcher.went_back()
+
+
+def moves(module: "nn.Module") -> None:
+    """Tell a module's watchers, between two steps, that a round of averaging is about to move it."""
+    for watcher in _watchers.of(module):
+        watcher.moves()
 
 
 def was_set(module: "nn.Module", thing: object, name: str) -> None:

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from offbeat import log
+from offbeat import log, trained_by
 from offbeat.averaging.arrivals import guided
 from offbeat.averaging.course import Course
 from offbeat.averaging.gauge import Gauge
@@ -185,6 +185,7 @@ class Turns:
                 if outcome.is_averaged:
                     self.course.count_round(outcome.drift)
                 self._check_there()
+            trained_by.moves(owner.model)
             self.rounds.end_alike()
             self._check_there()
 
@@ -203,6 +204,7 @@ class Turns:
             ConnectionLostError: As `advance`.
         """
         before, fragment = self.method, (self.rounds.number - 1) % self.rounds.num_fragments
+        trained_by.moves(owner.model)
         try:
             outcome = self.rounds.finish(self.course.iterations)
         except Exception:

@@ -77,7 +77,11 @@ class Attachment:
         self._is_judged = False
         self._may_drop = may_drop
         self.gradients = Gradients(
-            model, scaler, is_measured=is_measured, are_gathered=lambda: _are_gathered(reference())
+            model,
+            scaler,
+            is_measured=is_measured,
+            are_gathered=lambda: _are_gathered(reference()),
+            are_unscaled=lambda: _are_unscaled(reference()),
         )
         if may_drop:
             self.gradients.keep_buffers_at_first()
@@ -133,6 +137,10 @@ class Attachment:
         self.gradients.resume(None)
         if self._may_drop:
             self.gradients.keep_buffers()
+
+    def moves(self) -> None:
+        """Hear that what moves the parameters next is no step: how far the last one has moved them is kept."""
+        self.gradients.resume(self.gradients.ratio_since())
 
     def was_set(self, thing: object, name: str) -> None:
         """Hear that a trainer has set an attribute of a thing's."""
@@ -199,4 +207,13 @@ class Attachment:
 
 def _are_gathered(model: nn.Module | None) -> bool:
     trainers = [] if model is None else trained_by.trainers_of(model)
-    return any(getattr(trainer, "gathers_gradients", False) for trainer in trainers)
+    return any(
+        getattr(trainer, "gathers_gradients", False) or getattr(trainer, "scaler", None) is not None
+        for trainer in trainers
+    )
+
+
+def _are_unscaled(model: nn.Module | None) -> bool:
+    # A `FaultTolerantTrainer` has a GradScaler in `train` alone; nothing else comes before its optimizer.
+    trainers = [] if model is None else trained_by.trainers_of(model)
+    return any(getattr(trainer, "is_training", False) for trainer in trainers)

@@ -65,8 +65,8 @@ class Course:
 
     @property
     def in_effect(self) -> tuple[str, ...]:
-        """The remedies in effect, in the order in which they were taken."""
-        return tuple(effect.name for effect in self._in_effect)
+        """The remedies in effect, in the order in which they were taken; not what could not be done."""
+        return tuple(effect.name for effect in self._in_effect if effect.taken.is_done)
 
     @property
     def keeps_out_non_finite(self) -> bool:
@@ -226,7 +226,7 @@ class Course:
             num_dropped=self.num_dropped,
             num_clipped=self.num_clipped,
             in_effect=self.in_effect,
-            effects=tuple(effect.taken.result for effect in self._in_effect),
+            effects=tuple(effect.taken.result for effect in self._in_effect if effect.taken.is_done),
             series={metric: series.copy() for metric, series in self._series.items()},
         )
 
@@ -234,22 +234,28 @@ class Course:
         self, excess: Excess, worker: str | None, *, may_drop: bool, is_lost: Callable[[], bool]
     ) -> Alert:
         """Act on a value that is out of range, if it is time to, and make the alert."""
-        if not self._in_effect:
-            self._begin()
         ours = self._left_out(worker)
-        rung, told = None, ""
+        place, rung, told = None, None, ""
         if excess.is_first:
             was_lost, self._is_lost = self._is_lost, not excess.is_finite and is_lost()
             told = f"; {self._words_of_loss()}" if self._is_lost and not was_lost else ""
+            place = None if ours is not None else self._to_do_anew(excess)
+        if not self._in_effect or (place is not None and self._is_to_begin(excess, self._in_effect[place])):
+            self._begin()
+        if place is not None:
+            rung = self._settings.names.index(self._in_effect[place].name)
+            self._judge.wait()
+        elif excess.is_first:
             rung = self._climb(worker, ours, is_finite=excess.is_finite)
-        if rung is None:
-            effect = self._in_effect[-1] if ours is None else ours
-            action, result = effect.name, effect.told
-        else:
+        if rung is not None:
             num_went_back = self.num_went_back
-            action, result = self._act(rung, worker)
+            self._act(rung, worker, place)
             if self.num_went_back > num_went_back:  # to what is finite, as far as is known
                 self._is_lost, told = False, ""
+        effect = ours or self._in_effect[-1 if place is None else place]
+        is_done = effect.taken.is_done
+        has_acted = rung is not None and (is_done or place is None)  # that it failed once more is no news
+        action, result = effect.name, effect.taken.result if has_acted else effect.told
         if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
             result += "; the step's gradient is dropped"
         result += told
@@ -262,9 +268,9 @@ class Course:
             result,
             worker,
             num=excess.spell.num_alerts,
-            is_news=rung is not None or excess.spell.is_news or bool(told),
+            is_news=has_acted or excess.spell.is_news or bool(told),
             limit=excess.limit,
-            is_taken=rung is not None,
+            is_taken=has_acted and is_done,
         )
         self._num_alerts[alert.metric] += 1
         alerts.count(alert.metric, alert.action)
@@ -291,6 +297,30 @@ class Course:
         )
         self._recoveries.append(recovery)
         log.warn(str(recovery))
+
+    def _to_do_anew(self, excess: Excess) -> int | None:
+        """Give the place of what was taken and is to be done anew, before anything else; None: there is none.
+
+        What could not be done may be possible by now: it is tried where a new matter begins, and each time
+        that something is not finite and nothing else is left. Where there was a step in the range after a
+        rollback and the parameters are lost again, only another one helps, however often; without such a step
+        a worker may still have the model of before, as for a step or two after its server has gone back.
+        """
+        newest = len(self._in_effect) - 1
+        is_left = self._judge.is_at_end and not excess.is_finite
+        if newest >= 0 and not self._in_effect[newest].taken.is_done and (excess.is_new or is_left):
+            return newest
+        if not (self._is_lost and (excess.is_new or self._judge.standing.quiet > 0)):
+            return None
+        return max((n for n, effect in enumerate(self._in_effect) if effect.name == "rollback"), default=None)
+
+    def _is_to_begin(self, excess: Excess, effect: "_InEffect") -> bool:
+        """Tell whether what is done anew is to go by how it is now, and not as the matter began.
+
+        Of a new matter, all that was kept until now is of before it. And lost parameters that could not be
+        brought back by going further back are worth less than whatever is kept.
+        """
+        return excess.is_new or (self._is_lost and not effect.taken.is_done)
 
     def _climb(self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool) -> int | None:
         """Give the rung to take for a worker's alert, if it is time to take one.
@@ -343,7 +373,8 @@ class Course:
             except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
                 log.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
 
-    def _act(self, rung: int, worker: str | None) -> tuple[str, str]:
+    def _act(self, rung: int, worker: str | None, place: int | None) -> None:
+        """Take a remedy, as the newest in effect, or anew in the place of what was."""
         name, remedy = self._settings.names[rung], self._settings.remedies[rung]
         taken = Taken("was broken off", _nothing)
         try:
@@ -352,10 +383,10 @@ class Course:
             said = f"could not be done: {_words(error)}"
             taken = Taken(said, _nothing, is_done=False)
         finally:  # the ladder has it as taken, be it by Ctrl-C that it ended
-            self._in_effect.append(_InEffect(name, self._step, taken))
+            begin = len(self._in_effect) if place is None else place
+            self._in_effect[begin : begin + 1] = [_InEffect(name, self._step, taken)]
             self.num_taken[name] += 1
             self.num_went_back += taken.goes_back
-        return name, taken.result
 
     def _release(self) -> None:
         effect = self._in_effect.pop()
@@ -404,7 +435,7 @@ class _InEffect(NamedTuple):
     @property
     def told(self) -> str:
         """What there is to say of it at a later alert."""
-        if self.taken.is_done:
+        if self.taken.is_done and not self.taken.goes_back:  # which was done once, and lasts
             return f"in effect since step {self.step}"
         return f"at step {self.step} it {self.taken.result}"
 

@@ -20,7 +20,10 @@ MOST_TRIES = 3
 
 
 class Rollback(Remedy):
-    """Goes back to what was kept last before the alert; repeated, each time one further and never forward."""
+    """Goes back to what was kept last before the alert; repeated, each time one further and never forward.
+
+    That is so until `begin`: of a new matter, what was kept since it went back is of before the alert, too.
+    """
 
     repeats = 3
     keeps_out_non_finite = True
@@ -60,7 +63,8 @@ class Rollback(Remedy):
             for thing, version in zip(counted, held, strict=False):
                 self._before[id(thing)] = self._gone_to[id(thing)] = version
         told = [f"{_unit(thing)} {version}" for thing, version in zip(counted, held, strict=False)]
-        return Taken(f"went back to {', '.join(told)}" if told else "had gone back", _stays, held=held)
+        result = f"went back to {', '.join(told)}" if told else "had gone back"
+        return Taken(result, _stays, goes_back=True, held=held)
 
     def noted(self) -> list[list[int | None]]:
         """Give what was older as the alert came, and where it went since, for each that is acted on."""

@@ -52,6 +52,7 @@ class Gradients:
         *,
         is_measured: bool,
         are_gathered: Callable[[], bool],
+        are_unscaled: Callable[[], bool],
     ) -> None:
         """Begin to measure.
 
@@ -59,13 +60,16 @@ class Gradients:
             model: Whose.
             is_measured: Whether their norm is wanted; else it costs nothing, and is 0.
             scaler: The GradScaler that multiplies the loss; None: there is none.
-            are_gathered: Whether what an optimizer steps by is not what the last backward left, but what
-                somebody has added up and divided.
+            are_gathered: Whether what an optimizer steps by is not what the last backward left, but what a
+                trainer of ours has added up, or divided by its loss's scale.
+            are_unscaled: Whether a trainer of ours is at work that may have done the latter: none who has
+                trained with it needs to be told of a scale.
         """
         self._model = model
         self._scaler = scaler
         self._is_measured = is_measured
         self._are_gathered = are_gathered
+        self._are_unscaled = are_unscaled
         self._left: dict[int, _Left] = {}  # by parameter
         self._is_first = True
         self._is_scaled_by_others = False
@@ -135,7 +139,7 @@ class Gradients:
         return ratio
 
     def ratio_since(self) -> float | None:
-        """Tell so, and let it be told once more: for a state, which has the number and not the parameters."""
+        """Tell so, and let it be told once more: where what is to come moves them, or they are not kept."""
         now, before = [p.detach() for p in self._model.parameters()], self._before
         if not before:
             return self._ratio_since
@@ -217,6 +221,8 @@ class Gradients:
         if not self._is_first or self._scaler is not None or not 0 < now * MOST_CLIPPED < then:
             return then
         self._is_scaled_by_others = True
+        if self._are_unscaled():
+            return now
         log.warn(
             f"the gradients became {then / now:.3g} times smaller between backward and the optimizer's step: "
             f"a GradScaler seems to be at work; give AsyncTrainingMonitor(grad_scaler=...), and they are "

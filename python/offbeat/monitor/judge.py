@@ -33,6 +33,7 @@ class Excess:
         limit: What a value has to exceed.
         is_first: Whether this step had none before, so that it is to climb the ladder.
         spell: The metric's alerts that are one matter, with this one.
+        is_new: Whether nothing else was out of its range, or had been of late: a new matter.
     """
 
     metric: Metric
@@ -41,6 +42,7 @@ class Excess:
     limit: float
     is_first: bool
     spell: Spell
+    is_new: bool
 
     @property
     def is_finite(self) -> bool:
@@ -115,11 +117,12 @@ class Judge:
                 self._over = self._spells.pop(key)
         if verdict != "alert":
             return None
+        is_new = not self._spells
         self._spells[key] = spell = (
             Spell(self._step, detector.expected) if known is None else known.after_alert()
         )
         is_first, step.had_alert = not step.had_alert, True
-        return Excess(metric, value, detector.allowed, detector.bound, is_first, spell)
+        return Excess(metric, value, detector.allowed, detector.bound, is_first, spell, is_new)
 
     @property
     def over(self) -> Spell | None:

@@ -87,7 +87,8 @@ class AsyncTrainingMonitor:
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
-            trains the model, and when taken again to the one before, never forward; the
+            trains the model, and when taken again to the one before, never forward; at once, as a new
+            matter, where parameters are lost again after values in the range; the
             step's gradient, which is of what was gone back from, is dropped. "pause" lets the
             thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.

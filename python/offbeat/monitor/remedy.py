@@ -58,7 +58,7 @@ class Remedy(ABC):
         self._find = find
 
     def begin(self) -> None:  # noqa: B027  few have something to note
-        """Hear that an alert has come and no remedy is in effect yet."""
+        """Hear that an alert has come that is a new matter: it is to go by how all is now."""
 
     @abstractmethod
     def take(self, worker: str | None) -> Taken:

@@ -515,6 +515,7 @@ def test_a_remedy_that_could_not_be_done_is_never_said_to_be_in_effect():
     monitor.observe(10, loss=9.0)
     said = monitor.observe(11, loss=9.0)[0].result
     assert said == "at step 10 it could not be done: ValueError: 8 at least"
+    assert monitor.in_effect == monitor.report().in_effect == monitor.report().effects == ()
 
 
 def test_a_remedy_that_could_not_be_done_keeps_nothing_out():

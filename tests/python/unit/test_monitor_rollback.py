@@ -51,10 +51,11 @@ def watched(
     wrap=lambda module: module,
     metrics=("loss",),
     factor=math.nan,
+    frequency=5,
     **keywords,
 ):
     model = net()
-    trainer = FaultTolerantTrainer(wrap(model), folder, checkpoint_frequency=5)
+    trainer = FaultTolerantTrainer(wrap(model), folder, checkpoint_frequency=frequency)
     how = {"patience": 1, "warm_up": 8} | {k: keywords.pop(k) for k in ("patience",) if k in keywords}
     monitor = AsyncTrainingMonitor(model, list(metrics), remediation_strategy=ladder, **how)
     given = {"dataloader": batches(), "optimizer": blown(at, factor)(model.parameters()), "loss_fn": LOSS}
@@ -109,6 +110,48 @@ def test_what_is_observed_when_the_step_is_made_is_of_the_values_before_it(tmp_p
     callback.monitor = AsyncTrainingMonitor(remediation_strategy="rollback", acts_on=outer, patience=1)
     outer.train(dataloader=batches(12), optimizer=blown(())(outer.model.parameters()), loss_fn=LOSS)
     assert said == ["went back to step 5"]
+
+
+def test_a_model_that_is_lost_again_goes_back_to_what_was_kept_in_between(tmp_path):
+    # By then nothing is kept that is as old as what it went back to before; to have patience would not help.
+    trainer, monitor = watched(tmp_path, at=(13, 43), patience=5, dataloader=batches(60))
+    found = [(step, result) for step, _, result in results(monitor)]
+    assert found == [(14, "went back to step 10"), (44, "went back to step 40")]
+    assert monitor.in_effect == ("rollback",)
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+
+
+def test_however_often_a_model_is_lost_it_is_brought_back(tmp_path):
+    lost = (13, 15, 17, 19, 21, 33)
+    trainer, monitor = watched(tmp_path, at=lost, patience=5, dataloader=batches(60))
+    found = [(step, result) for step, _, result in results(monitor)]
+    assert [step for step, _ in found] == [step + 1 for step in lost]
+    assert [result for _, result in found] == [
+        "went back to step 10",
+        *["went back to step 5"] * 4,  # the loss of one matter, so that it is never forward
+        "went back to step 30",
+    ]
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+
+
+def test_what_was_kept_after_the_matter_began_is_better_than_a_model_that_is_lost(tmp_path):
+    _, monitor = watched(tmp_path, at=(13, 17), patience=5, frequency=1)
+    (_, first), (_, refused), (_, second) = [(step, result) for step, _, result in results(monitor)]
+    assert first == "went back to step 12"
+    assert "no checkpoint is left that is as old as step 12" in refused
+    assert second == "went back to step 16"
+
+
+def test_a_rollback_that_could_not_be_done_is_tried_at_the_next_occurrence(tmp_path):
+    data = batches(60)
+    data[2][0][0] = math.nan  # of which the parameters stay finite
+    trainer, monitor = watched(tmp_path, at=(33,), patience=5, dataloader=data)
+    (_, failed), (step, result) = [(step, result) for step, _, result in results(monitor)]
+    assert "could not be done" in failed
+    assert (step, result) == (34, "went back to step 30")
+    assert [alert.is_taken for alert in monitor.report().alerts] == [False, True]
+    assert monitor.in_effect == ("rollback",)
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
 
 
 def test_where_nothing_is_kept_yet_that_is_told_and_the_gradient_is_dropped(tmp_path):

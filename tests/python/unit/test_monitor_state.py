@@ -222,7 +222,7 @@ def test_a_rollback_is_not_done_once_more_by_a_restart_and_the_count_goes_on():
     keeper = Keeps()
     monitor = AsyncTrainingMonitor(remediation_strategy="rollback", acts_on=keeper, warm_up=5)
     monitor.load_state_dict(state)
-    assert monitor.observe(7, loss=9.0)[0].result == "in effect since step 6"
+    assert monitor.observe(7, loss=9.0)[0].result == "at step 6 it had gone back"
     assert keeper.calls == 0
     assert monitor.report().num_alerts == {"loss": 2}
 

@@ -118,6 +118,28 @@ def test_a_batch_whose_gradients_a_remedy_dropped_is_skipped_and_counts_in_no_me
         assert newest.monitored_samples == 19 * 6
 
 
+@pytest.mark.parametrize("kind", ["local", "fault_tolerant", "around"])
+def test_a_trainer_s_own_loss_scale_is_none_to_tell_the_monitor_of(kind, tmp_path, caplog):
+    def norms(amp, **scaled):
+        model = net()
+        run = {"dataloader": BATCHES, "loss_fn": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1)}
+        if kind == "fault_tolerant":
+            trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / amp)
+            run |= scaled
+        else:
+            trainer = offbeat.AsyncTrainer(model, amp=amp, max_grad_norm=0.05)
+            run |= {"progress": False} if kind == "local" else {}
+        if kind == "around":
+            trainer = offbeat.FaultTolerantTrainer(trainer, checkpoint_dir=tmp_path / amp)
+        with AsyncTrainingMonitor(model, ["gradient_norm"]) as monitor:
+            trainer.train(**run)
+        return monitor.report().series["gradient_norm"].values
+
+    scaled = norms("fp16", grad_scaler=torch.amp.GradScaler("cpu"))
+    assert scaled == pytest.approx(norms("none"), rel=0.01)
+    assert not [record for record in caplog.records if "GradScaler" in record.getMessage()]
+
+
 @pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant"])
 def test_an_alert_on_a_batch_that_a_loss_scale_skips_costs_no_other(kind, tmp_path):
     model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -388,6 +410,26 @@ def test_an_averager_that_a_change_of_strategy_has_closed_is_asked_no_more():
         (alert,) = monitor.observe(30, loss=1e9)
         assert alert.result == "averaging_frequency is to be 4 instead of 8"
     assert "what it acted on has ended" in monitor.report().releases[-1].result
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_round_s_move_is_no_update_of_the_optimizer_s(overlap):
+    model = net()
+    trainer = offbeat.AsyncTrainer(model, strategy="diloco", regular_sync_frequency=2, overlap=overlap)
+    live, moved = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def values(*_):
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+    live.register_step_pre_hook(lambda *_: moved.append(values()))
+    live.register_step_post_hook(
+        lambda *_: moved.append(float((values() - moved[-1]).norm() / moved.pop().norm()))
+    )
+    with AsyncTrainingMonitor(model, ["update_ratio"], warm_up=5) as monitor:
+        trainer.train(
+            dataloader=BATCHES, epochs=4, loss_fn=nn.CrossEntropyLoss(), optimizer=live, progress=False
+        )
+    assert monitor.report().series["update_ratio"].values == pytest.approx(moved[:-1], rel=1e-4)
 
 
 def test_a_trainer_that_averages_nothing_will_not_do():
