@@ -31,7 +31,7 @@ def forget(one: Leaves) -> None:
 
 def tell_at_end_of_block(one: Leaves, failure: BaseException | None) -> None:
     """Let one warn of what is left as its `with` block ends, unless that is by a failure."""
-    if failure is None and one in with_something_left:
+    if process.failure_in(failure) is None and one in with_something_left:
         one._warn_of_forgotten("with block")  # noqa: SLF001  likewise
 
 

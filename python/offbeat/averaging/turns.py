@@ -27,6 +27,10 @@ FLUSH_AGAIN = "call flush() again when the server is there, or go on with this m
 """What to do where the server is away at the end; who has no `flush` to offer words this anew."""
 
 
+FEW_ROUNDS = 3
+"""Rounds in a row without members who have ended: fewer are the end of all, to which they come one by one."""
+
+
 class Owner(Protocol):
     """The averager that takes these turns, for a user's function and the log.
 
@@ -96,6 +100,7 @@ class Turns:
         self.unshared = Unshared(self._rank)
         self.untrained = Untrained(self.members)
         self._agreement = Agreement()
+        self._num_few = 0  # rounds in a row in which not all were at work
 
     @property
     def is_guided(self) -> bool:
@@ -176,7 +181,9 @@ class Turns:
                 self._check_there()
             while self.rounds.are_apart:
                 self.rounds.begin(self._progress(owner, is_at_work=False), meets_all=True)
-                self.finish(owner)
+                outcome = self.finish(owner)
+                if outcome.is_averaged:
+                    self.course.count_round(outcome.drift)
                 self._check_there()
             self.rounds.end_alike()
             self._check_there()
@@ -210,6 +217,7 @@ class Turns:
             if outcome.is_averaged:
                 self.course.count_round(outcome.drift)
             self._adapt(outcome.metric)
+        self._tell_of_few(outcome.num_at_work)
         if not outcome.is_finite:
             self._recover(is_mended=outcome.is_mended)
         if self.method != before:
@@ -240,6 +248,10 @@ class Turns:
         """Whether a round would leave everything as it is."""
         has_wish = self.rounds.wanted_method != self.method
         return self.members.is_alone and self.method.is_nothing_alone and not has_wish
+
+    def _is_finite(self) -> bool:
+        trained = [parameter for _, parameter in self.named if parameter.requires_grad]
+        return not trained or bool(torch.stack([p.isfinite().all() for p in trained]).all())
 
     def _is_due(self) -> bool:
         return self.timing.pace.is_due(
@@ -291,6 +303,9 @@ class Turns:
         progress, has_trained = self._progress(owner, is_at_work=True), self.course.since_begin > 0
         self.course.begin_round()
         if self._is_idle:
+            if not self._is_finite():  # as where there would have been a mean
+                self.course.end_round()
+                self._recover(is_mended=False)
             if has_trained:
                 self.course.count_round(None)
                 self._adapt(progress.metric)
@@ -326,9 +341,21 @@ class Turns:
             if not all(bool(value.isfinite().all()) for value in values):
                 del live.state[kept]
         log.warn(
-            f"{text}: it adds nothing to round {self.course.rounds} and goes on from the others' "
+            f"{text}: it adds nothing to round {self.course.rounds} and goes on from the newest "
             f"mean; {remedy}"
         )
+
+    def _tell_of_few(self, num_at_work: int) -> None:
+        """Warn once where a momentum over rounds steps along the way of some, while others have ended."""
+        num = self.members.size
+        self._num_few = self._num_few + 1 if 0 < num_at_work < num else 0
+        if self._num_few == FEW_ROUNDS and "velocity" in self.method.keeps:
+            log.warn(
+                f"{num - num_at_work} of {num} members have ended, and the others have trained on for "
+                f"{FEW_ROUNDS} rounds: {self.method!r} steps along their way alone, with as much momentum as "
+                f"along all members', and the model may get worse by it; give members as many batches as one "
+                f"another, or take 'average', which goes no further than they do"
+            )
 
     def _adapt(self, metric: float | None) -> None:
         before = self.timing.pace

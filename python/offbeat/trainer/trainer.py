@@ -282,8 +282,9 @@ class AsyncTrainer(Driveable):
             validation: Data on which the model is measured after each whole epoch, in eval mode, by the loss
                 and `metrics`; as `evaluate` takes it, and without a trace, so that training has the same bits
                 with and without it. In `history.validation`, a log line, and for trackers as
-                "validation/loss". Each member measures its own model; with ``"parameter_server"`` it is the
-                one last pulled.
+                "validation/loss". Each member measures its own model, after the last epoch, too, which is
+                before all end together: what `train` leaves is measured by `evaluate`. With
+                ``"parameter_server"`` it is the one last pulled.
             scheduler: One of torch.optim.lr_scheduler, or a function, not a class, that makes one of the
                 optimizer: ``functools.partial(StepLR, step_size=10)``. It is kept where the next call gives
                 the same, or its equal.

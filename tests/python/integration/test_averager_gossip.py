@@ -38,8 +38,10 @@ def learning(rank, iterations):
             trained.weight.add_(way)
         ours.step(1 + rank)
     ours.state_dict()  # ends the round under way
-    before = trained.weight.tolist()
+    before, rounds = trained.weight.tolist(), ours.averaging_round
     ours.flush()
+    assert ours.averaging_round > rounds, "the mean of all, to which it has gone, is one"
+    assert ours.last_averaging_iteration == 0
     return [np.array(values) for values in (start.tolist(), walk.tolist(), before, trained.weight.tolist())]
 
 
@@ -113,7 +115,7 @@ def test_each_round_takes_pairs_to_their_mean_and_all_come_to_one(num):
         assert sent == sum(met[:rounds]) * (4 * 8 + 8), (
             "its model, once in each round in which it met somebody"
         )
-        assert counted == sum(met), "and one round more at flush"
+        assert counted == sum(met) + 1, "and at flush one round more, and the mean of all"
 
 
 def two_methods(rank):
@@ -151,7 +153,7 @@ def slow(rank, here):
 
 
 def test_no_pair_waits_for_another(tmp_path):
-    assert together(slow, 4, tmp_path) == [2] * 4
+    assert together(slow, 4, tmp_path) == [3] * 4, "its own, one at flush, and the mean of all"
 
 
 def with_statistics(rank):

@@ -272,6 +272,33 @@ def test_a_member_that_is_not_finite_goes_on_from_those_who_have_ended(method, i
     assert all(map(np.array_equal, first, second))
 
 
+def ending_one_after_another(rank, method, more):
+    trained = model()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=1, overlap=False, method=method)
+    with warned() as told:
+        for _ in range(2 + rank * more):
+            ours.step(1)
+        ours.flush()
+    ours.close()
+    return [text for text in told if "members have ended, and the others have trained on" in text]
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "is_told"),
+    [
+        ("diloco", 4, True),
+        ("slowmo", 4, True),
+        ("bmuf", 4, True),
+        ("average", 4, False),
+        ("diloco", 1, False),
+    ],
+)
+def test_members_that_train_on_by_an_outer_momentum_after_others_have_ended_are_warned(method, more, is_told):
+    for told in together(ending_one_after_another, 2, method, more):
+        assert len(told) == is_told
+        assert all("1 of 2 members have ended" in text for text in told)
+
+
 def none_is_finite(rank):
     trained = model()
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=False)

@@ -86,6 +86,14 @@ def test_what_is_closed_saved_or_given_up_is_not_forgotten(two, does):
     assert at_the_end() == []
 
 
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_with_block_that_sys_exit_ends_well_tells_so_too(two, code):
+    with warned() as told, pytest.raises(SystemExit), two[0] as ours:
+        train(ours, 1)
+        sys.exit(code)
+    assert [text for text in told if "1 iteration(s) since the last average are in the model" in text]
+
+
 @pytest.mark.parametrize("does", [None, "close", "state_dict"])
 def test_a_with_block_that_ends_well_tells_what_was_not_flushed(two, does):
     with warned() as told, two[0] as ours:

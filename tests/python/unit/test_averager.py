@@ -788,8 +788,9 @@ def test_flushing_with_nothing_done_counts_no_round():
         assert ours.averaging_round == 2
 
 
-def test_one_alone_that_is_not_finite_is_an_error():
-    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, method="diloco", overlap=False)
+@pytest.mark.parametrize("method", ["average", "easgd", "gossip", "diloco"])
+def test_one_alone_that_is_not_finite_is_an_error(method):
+    ours = offbeat.AsyncModelAverager(model(), averaging_frequency=2, method=method, overlap=False)
     with torch.no_grad():
         ours.model[0].weight[0, 0] = float("inf")
     ours.step(4)
