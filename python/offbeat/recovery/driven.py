@@ -1,7 +1,7 @@
 """An `AsyncTrainer`, batch by batch."""
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from torch import distributed, nn
 
@@ -10,6 +10,7 @@ from offbeat.history import History, Record
 from offbeat.local.group import group_of, is_alike
 from offbeat.local.loss import LossFunction
 from offbeat.local.saved import bring_back_memory, of_classes, of_groups, of_settings, settings_of
+from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.averaged import Patience
@@ -126,6 +127,11 @@ class Trained(Trainee):
         if group is None or distributed.get_world_size(group) == 1:
             return True
         return is_alike(group, value, self._trainer.device)
+
+    @property
+    def scheduler_meter(self) -> Mean | None:
+        """The trainer's."""
+        return cast(Mean | None, self._driven.scheduler_meter)  # as it was seen to be
 
     @property
     def keepers(self) -> list[trained_by.Keeper]:

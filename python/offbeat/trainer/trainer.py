@@ -291,7 +291,7 @@ class AsyncTrainer(Driveable):
             scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
                 but for those that are skipped.
             scheduler_metric: What ReduceLROnPlateau goes by: its mean over `validation`; without, over the
-                epoch's batches, in training.
+                epoch's batches, in training. None: the loss, with `validation`.
             max_steps: Stop after that many steps.
             progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal
                 one line per `log_frequency` to stderr where logging is not configured.
@@ -341,7 +341,11 @@ class AsyncTrainer(Driveable):
                 )
             )
         live, scheduling = self._chosen(
-            faults, optimizer, epochs, (scheduler, scheduler_interval, scheduler_metric)
+            faults,
+            optimizer,
+            epochs,
+            (scheduler, scheduler_interval, scheduler_metric),
+            is_validated=validation is not None,
         )
         assert source is not None  # noqa: S101  else there is a fault
         if scheduling.scheduler is not None:

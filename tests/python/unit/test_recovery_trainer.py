@@ -745,7 +745,16 @@ def test_a_setting_that_cannot_be_used_is_refused_by_name(keywords, said, tmp_pa
         ({"shuffle": True}, "unknown keyword of FaultTolerantTrainer.train 'shuffle'"),
         (
             {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-            r"ReduceLROnPlateau, whose step\(\) takes a metric",
+            "ReduceLROnPlateau goes by a metric: give scheduler_metric=",
+        ),
+        ({"scheduler_metric": "loss"}, "scheduler_metric is given, and no scheduler"),
+        ({"scheduler_metric": ["loss", "accuracy"]}, r"scheduler_metric is \['loss', 'accuracy'\]: give one"),
+        (
+            {
+                "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1),
+                "scheduler_metric": "loss",
+            },
+            "StepLR goes by no metric: leave it out",
         ),
     ],
 )
