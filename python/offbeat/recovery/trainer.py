@@ -329,6 +329,7 @@ class FaultTolerantTrainer:
                     data=data,
                     account=account,
                     seed=seed,
+                    member=subject.member,
                     left=self._left,
                     may_go_back=plan.may_go_back,
                 )

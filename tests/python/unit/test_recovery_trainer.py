@@ -838,6 +838,31 @@ def test_other_data_than_the_checkpoint_s_is_refused_by_name(keywords, said, tmp
         run(made(tmp_path), epochs=3, **{"seed": 7} | keywords)
 
 
+def test_a_trainer_s_own_seed_is_the_run_s_or_refused(tmp_path):
+    def life(folder, own, **keywords):
+        inner = offbeat.AsyncTrainer(net(), local_batch_size=8, seed=own)
+        return run(FaultTolerantTrainer(inner, tmp_path / folder), **keywords)
+
+    life("own", 1)
+    with pytest.raises(
+        ConfigError, match=r"the AsyncTrainer's seed is 2, and was 1 when the .*: give the same"
+    ):
+        life("own", 2, epochs=2)
+    assert life("own", 1, epochs=2).steps == 10
+    assert life("own", None, epochs=3).steps == 15, "as of train's, none given is the run's"
+    life("none", None)
+    with pytest.raises(
+        ConfigError, match="the AsyncTrainer's seed is 2, and none was given then: leave it out"
+    ):
+        life("none", 2, epochs=2)
+    life("train's", 2, seed=7)
+    with pytest.raises(
+        ConfigError, match=r"the AsyncTrainer's seed is 2, and train\(seed=7\) was given then"
+    ):
+        life("train's", 2, epochs=2)
+    assert life("train's", 3, seed=7, epochs=2).steps == 10
+
+
 def test_a_seed_where_none_was_given_is_to_be_left_out(tmp_path):
     run(made(tmp_path))
     for _ in range(2):  # the second, of a checkpoint of a life that went on
