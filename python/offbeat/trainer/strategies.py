@@ -10,6 +10,7 @@ from torch import nn
 from offbeat import log, trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
+from offbeat.averaging.settings import server_faults
 from offbeat.averaging.turns import FLUSH_AGAIN
 from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import MAKE_PAIRS, check_any, count, moved, split
@@ -264,11 +265,16 @@ class Averaged(Local):
             device=workshop.device,
         )
         if self.averager.is_alone and meeting.group is not False:
+            with_tcp, at_a_server = (
+                "with communication_backend='tcp' or ",
+                "give server_address= of an offbeat server, ",
+            )
+            if server_faults(method):  # as of gossip, which meets at none
+                with_tcp = at_a_server = ""
             log.announce(
                 f"strategy {method!r} averages with nobody: this process trains alone. Start several, as "
-                f"by offbeat launch --workers 4, each with communication_backend='tcp' or after "
-                f"offbeat.init_distributed('gloo'), give server_address= of an offbeat server, or take "
-                f'strategy="local"'
+                f"by offbeat launch --workers 4, each {with_tcp}after offbeat.init_distributed('gloo'), "
+                f'{at_a_server}or take strategy="local"'
             )
 
     @property

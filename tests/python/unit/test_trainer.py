@@ -344,12 +344,19 @@ def test_an_epoch_of_less_than_one_update_is_warned_of_once(every, warned, caplo
 
 @pytest.mark.parametrize(
     ("keywords", "is_told"),
-    [({"strategy": "average"}, True), ({"strategy": "average", "process_group": False}, False), ({}, False)],
+    [
+        ({"strategy": "average"}, True),
+        ({"strategy": "gossip"}, True),
+        ({"strategy": "average", "process_group": False}, False),
+        ({}, False),
+    ],
 )
 def test_who_averages_with_nobody_is_told_so(keywords, is_told, caplog):
     caplog.set_level(logging.INFO, "offbeat")
     train(offbeat.AsyncTrainer(model(), **keywords), optim.SGD(lr=0.1))
     assert caplog.text.count("averages with nobody: this process trains alone") == is_told
+    names_a_server = is_told and keywords["strategy"] != "gossip"  # whose members meet at none
+    assert ("'tcp'" in caplog.text, "server_address=" in caplog.text) == (names_a_server, names_a_server)
 
 
 # ------------------------------------------------------------------------------------------ strategies
