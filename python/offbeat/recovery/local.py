@@ -7,7 +7,7 @@ from torch import nn
 
 from offbeat import trained_by
 from offbeat.errors import StateError
-from offbeat.local.batches import count, moved, split
+from offbeat.local.batches import check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.local.saved import (
     bring_back,
@@ -74,7 +74,7 @@ class Local(Trainee):
         """Train on a batch.
 
         Raises:
-            ConfigError: If the batch or the loss is not what can be trained on.
+            ConfigError: If the batch, as one without a sample, or the loss is not what can be trained on.
             StateError: If no parameter gets a gradient.
         """
         del epoch
@@ -85,7 +85,7 @@ class Local(Trainee):
     def stepped(self, batch: object) -> Stepped:
         """Do so, and leave the gradients where they are."""
         inputs, targets = split(batch)
-        samples = count(inputs, targets)
+        check_any(samples := count(inputs, targets))
         inputs, targets = moved(inputs, self._device), moved(targets, self._device)
         outputs = self._module(inputs)
         loss = self._loss_fn(outputs, targets)

@@ -48,10 +48,10 @@ class Batch:
         """Bring a pair to the device.
 
         Raises:
-            ConfigError: If it is none, or its samples cannot be counted.
+            ConfigError: If it is none, or its samples cannot be counted, or it has none.
         """
         inputs, targets = split(given, instead=f"{MAKE_PAIRS}, {OWN_LOOPS}")
-        samples = count(inputs, targets)
+        check_any(samples := count(inputs, targets))
         return cls(moved(inputs, device), moved(targets, device), samples)
 
 
@@ -286,11 +286,7 @@ class Averaged(Local):
         """Make a step; average if it is time to. One that a loss scale skips is none for the averager either.
 
         One whose gradients a monitor dropped is: a member with many of these would keep the others waiting.
-
-        Raises:
-            ConfigError: If the batch has no sample; nothing is trained then.
         """
-        check_any(batch.samples)
         before = self.workshop.tally.steps
         made = super().batch(batch)
         if self.workshop.tally.steps > before:

@@ -133,15 +133,16 @@ def test_a_batch_without_a_sample_is_refused_before_it_is_accumulated():
     assert not live.state, "it is no micro-batch of a window"
 
 
-@pytest.mark.parametrize("around", ["trainer", "averager"])
-def test_a_batch_without_a_sample_is_refused_before_it_trains_what_is_averaged(around, tmp_path):
+@pytest.mark.parametrize("around", ["local", "average", "averager", "module"])
+def test_a_batch_without_a_sample_is_refused_before_it_trains(around, tmp_path):
     trained = plain()
     run = {"dataloader": [DATA[0], (torch.empty(0, 6), torch.empty(0).long())], "loss_fn": LOSS}
     run["optimizer"] = live = torch.optim.Adam(trained.parameters(), lr=0.1)
-    if around == "trainer":
-        trainer = offbeat.AsyncTrainer(trained, strategy="average")
+    if around in ("local", "average"):
+        trainer = offbeat.AsyncTrainer(trained, strategy=around)
     else:
-        trainer = offbeat.FaultTolerantTrainer(offbeat.AsyncModelAverager(trained), tmp_path)
+        wraps = trained if around == "module" else offbeat.AsyncModelAverager(trained)
+        trainer = offbeat.FaultTolerantTrainer(wraps, tmp_path)
     with pytest.raises(ConfigError, match=r"the batch has no sample.*drop_last"):
         trainer.train(**run)
     assert {float(state["step"]) for state in live.state.values()} == {1.0}
