@@ -1,6 +1,7 @@
 """An `AsyncTrainer`, batch by batch."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import distributed, nn
@@ -18,6 +19,7 @@ from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Stepped, Trainee
 from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
 from offbeat.trainer import AsyncTrainer
+from offbeat.trainer.alone import alone
 from offbeat.trainer.driven import Driven
 
 __all__ = ["Trained"]
@@ -45,9 +47,11 @@ class Trained(Trainee):
         live = self._trainer.optimizer
         return "on the server" if live is None else type(live).__name__
 
-    def training(self) -> AbstractContextManager[object]:
-        """Train in here."""
-        return self._driven.training()
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Train in here, where the trainer's own `train` is refused."""
+        with alone(self._trainer), self._driven.training():
+            yield
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin the strategy of a pass."""

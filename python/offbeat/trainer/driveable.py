@@ -14,6 +14,7 @@ from offbeat.metrics import Metric
 from offbeat.tracking.base import Tracker
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
+from offbeat.trainer.alone import see_alone
 from offbeat.trainer.callbacks import Callbacks
 from offbeat.trainer.driven import Driven
 from offbeat.trainer.places import Places, ProcessGroup
@@ -65,7 +66,9 @@ class Driveable:
 
         Raises:
             ConfigError: If these cannot be used, as in `train`.
+            StateError: If a `train` of this is at work.
         """
+        see_alone(self)
         _, scheduling = self._chosen(
             Faults(),
             optimizer,

@@ -35,6 +35,7 @@ from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
+from offbeat.trainer.alone import one_at_a_time
 from offbeat.trainer.callbacks import Callbacks, callbacks_of
 from offbeat.trainer.driveable import Driveable
 from offbeat.trainer.loop import Loop, TrainPlan
@@ -248,6 +249,7 @@ class AsyncTrainer(Driveable):
     # ------------------------------------------------------------------ training
 
     @known_keywords
+    @one_at_a_time
     def train(
         self,
         *,
@@ -304,7 +306,8 @@ class AsyncTrainer(Driveable):
 
         Raises:
             ConfigError: Naming all arguments that cannot be used; or for a batch or a loss.
-            StateError: If the model has other parameters than at first, or members are set differently.
+            StateError: If the model has other parameters than at first, or members are set differently; or if
+                a `train` of this trainer is at work.
             NonFiniteError: If a gradient is NaN or infinite with ``"accumulate"`` or ``"parameter_server"``.
             ConnectionLostError: If a member or the server is lost.
             RejectedError: If the server rejected 100 pushes in a row; with the reasons.

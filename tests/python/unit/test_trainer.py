@@ -148,6 +148,62 @@ def test_a_batch_without_a_sample_is_refused_before_it_trains(around, tmp_path):
     assert {float(state["step"]) for state in live.state.values()} == {1.0}
 
 
+@pytest.mark.parametrize("around", ["trainer", "fault tolerant"])
+def test_a_train_within_another_is_refused_and_costs_that_nothing(around, tmp_path):
+    class Again:
+        def __init__(self):
+            self.refused = []
+
+        def again(self, trainer, _):
+            with pytest.raises(StateError, match="while a train\\(\\) of this trainer is at work") as said:
+                trainer.train(dataloader=DATA, optimizer=optim.SGD(lr=9.0), loss_fn=LOSS)
+            self.refused.append(str(said.value))
+
+        on_step = on_epoch_end = on_train_end = again
+
+    def trained(callbacks):
+        inner = offbeat.AsyncTrainer(model(), callbacks=callbacks)
+        outer = (
+            inner
+            if around == "trainer"
+            else offbeat.FaultTolerantTrainer(inner, tmp_path / str(len(callbacks)))
+        )
+        torch.manual_seed(7)
+        history = outer.train(dataloader=DATA, epochs=2, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
+        assert inner.history is history
+        return inner, history
+
+    again = Again()
+    ours, history = trained([again])
+    theirs, _ = trained([])
+    assert (history.steps, history.stopped, len(again.refused)) == (18, "epochs", 18 + 2 + 1)
+    assert same(ours.model, theirs.model)
+
+
+def test_of_two_threads_one_trains_and_the_other_is_refused(tmp_path):
+    begun, ends = threading.Event(), threading.Event()
+
+    class Waits:
+        def on_step(self, trainer, step):
+            begun.set()
+            assert ends.wait(30)
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=Waits())
+    thread = threading.Thread(target=train, args=(trainer, optim.SGD(lr=0.1)))
+    thread.start()
+    assert begun.wait(30)
+    with pytest.raises(StateError, match="at work"):
+        train(trainer, optim.SGD(lr=0.1))
+    with pytest.raises(StateError, match="at work"):
+        offbeat.FaultTolerantTrainer(trainer, tmp_path).train(
+            dataloader=DATA, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS
+        )
+    ends.set()
+    thread.join()
+    assert trainer.history.steps == 18
+    assert train(trainer, optim.SGD(lr=0.1)).steps == 18
+
+
 # ------------------------------------------------------------------------------------------ exactness
 
 
