@@ -314,7 +314,11 @@ class AsyncTrainer(Driveable):
             KeyboardInterrupt: At Ctrl-C; `history` is kept, and `train` may be called again.
         """
         faults = faults_of_train(
-            epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
+            epochs=epochs,
+            log_frequency=log_frequency,
+            max_steps=max_steps,
+            loss_fn=loss_fn,
+            progress=progress,
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         metrics = listed(metrics)

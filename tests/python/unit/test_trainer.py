@@ -1138,6 +1138,7 @@ def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
             scheduler=StepLR,
             scheduler_interval="batch",
             max_steps=0,
+            progress="yes",
             trackers=7,
         )
     for told in [
@@ -1148,6 +1149,7 @@ def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
         "scheduler is the class StepLR",
         "unknown scheduler_interval 'batch'",
         "max_steps is 0",
+        "progress is 'yes': give True for a bar, False for nothing, or None",
         "trackers has 7",
         "a dataset= or a dataloader=",
     ]:
