@@ -711,6 +711,7 @@ def test_an_end_that_is_not_good_is_gone_back_from_again_where_a_newer_good_one_
         ({"monitor": "los"}, "monitor: unknown metric 'los'; did you mean 'loss'"),
         ({"monitor": 5}, "monitor: 5 is no metric: give"),
         ({"mode": "max"}, "mode is 'max', and there is no monitor"),
+        ({"checkpoint_frequency": "30"}, "checkpoint_frequency is '30': give a number of steps"),
         ({"monitor": ["loss", "accuracy"]}, "give one metric"),
         ({"mode": "least"}, "mode is 'least'"),
         ({"overwrite": True}, "overwrite is True, which is for recovery_strategy='none'"),
