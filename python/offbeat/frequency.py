@@ -11,8 +11,6 @@ __all__ = ["Every", "frequency"]
 
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 TIME = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(UNITS_S)})")
-COUNT = re.compile(r"[0-9]{1,20}")
-"""As the command line has it; more digits than a count can have need not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +30,15 @@ def frequency(given: object, *, name: str, counted: str) -> Every:
     """Read a frequency as a user gives it.
 
     Args:
-        given: A whole number, also as a string of digits, or a time with its unit, such as "500ms" or "1.5h".
+        given: A whole number, or a time with its unit, such as "500ms" or "1.5h"; "30" might be either.
         name: The keyword, for the refusal.
         counted: What a number counts, in the plural.
 
     Raises:
         ConfigError: If it is neither.
     """
-    number = int(given) if isinstance(given, str) and COUNT.fullmatch(given) else given
-    if isinstance(number, int) and is_count(number, least=1):
-        return Every(count=number)
+    if isinstance(given, int) and is_count(given, least=1):
+        return Every(count=given)
     if isinstance(given, str) and (time := TIME.fullmatch(given)):
         time_s = float(time[1]) * UNITS_S[time[2]]
         if 0 < time_s < inf:

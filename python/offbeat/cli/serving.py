@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
@@ -97,6 +98,7 @@ def add_run_options(parser: ArgumentParser) -> None:
     )
     run.add_argument(
         "--checkpoint-frequency",
+        type=_frequency,
         metavar="N",
         help="between two: updates, or a time such as 500ms, 30s, 5m or 1h; default: 1000",
     )
@@ -117,6 +119,11 @@ def _directory(text: str) -> str:
     """Leave the text as it is, where a `Path` would take "./~amy", a folder's name, for amy's home."""
     file(text)
     return text
+
+
+def _frequency(text: str) -> int | str:
+    """Take digits for a count, which Python has as a number."""
+    return int(text) if re.fullmatch("[0-9]{1,20}", text) else text  # a count has no more digits than that
 
 
 def run_options_given(arguments: Namespace) -> list[str]:

@@ -10,9 +10,13 @@ def of_loss_fn(loss_fn: object) -> list[str]:
     return functions("a function of (outputs, targets), such as nn.CrossEntropyLoss()", loss_fn=loss_fn)
 
 
-def faults_of_train(*, epochs: object, log_frequency: object, max_steps: object, loss_fn: object) -> Faults:
+def faults_of_train(
+    *, epochs: object, log_frequency: object, max_steps: object, loss_fn: object, progress: object
+) -> Faults:
     """Tell what is wrong with these; a `max_steps` of None is no limit."""
     limit = {} if max_steps is None else {"max_steps": max_steps}
     faults = Faults(at_least_one(epochs=epochs, log_frequency=log_frequency, **limit))
     faults += of_loss_fn(loss_fn)
+    if progress is not None and not isinstance(progress, bool):
+        faults.append(f"progress is {progress!r:.100}: give True for a bar, False for nothing, or None")
     return faults

@@ -283,7 +283,7 @@ def count(inputs: object, targets: object, *, instead: str = _FIRST_DIMENSION) -
 
 
 def check_any(samples: int) -> None:
-    """See that a batch has a sample, where what is trained on is weighed by these.
+    """See that a batch has a sample: the mean loss over none is NaN, and a step by it may move the model.
 
     Raises:
         ConfigError: If it has none.

@@ -51,11 +51,15 @@ class Account:
         place: In the data.
     """
 
-    def __init__(self, meters: Sequence[Mean], monitor: Mean | None) -> None:
+    def __init__(
+        self, meters: Sequence[Mean], monitor: Mean | None, for_scheduler: Mean | None = None
+    ) -> None:
+        """Measure by meters, one of which a scheduler may read."""
         self.history = History()
         self.place = Place()
         self._meters = meters
         self._monitor = monitor
+        self._for_scheduler = for_scheduler
         if monitor is not None:
             monitor.read()  # of a `train` before, which broke off before it saved
         self._new_samples = 0
@@ -74,7 +78,8 @@ class Account:
     def add(self, done: Stepped) -> None:
         """Take a step down. A batch of which nothing came tells nothing of the model, and is not measured."""
         if not done.is_skipped:
-            for meter in self._meters if self._monitor is None else (*self._meters, self._monitor):
+            others = [one for one in (self._monitor, self._for_scheduler) if one is not None]
+            for meter in (*self._meters, *others):
                 meter.update(done.outputs, done.targets, done.loss, done.samples)
             self._new_samples += done.samples
             self._recent.append(done.loss.reshape(()))
@@ -149,7 +154,7 @@ class Account:
     def state_dict(self) -> dict[str, Any]:
         """Give all of it."""
         history = self.history
-        band = self._band
+        band, by = self._band, self._for_scheduler
         return {
             "steps": history.steps,
             "samples": history.samples,
@@ -163,6 +168,7 @@ class Account:
             "validation": [(one.epoch, one.step, dict(one.metrics)) for one in history.validation],
             "meters": {meter.name: meter.state_dict() for meter in self._meters},
             "monitor": None if self._monitor is None else (self._monitor.name, self._monitor.state_dict()),
+            "for_scheduler": None if by is None else (by.name, by.state_dict()),
             "new_samples": self._new_samples,
             "monitored": self._monitored,
             "monitored_samples": self._monitored_samples,
@@ -192,6 +198,9 @@ class Account:
                 self._new_samples = state.get("new_samples", 0)  # older checkpoints: where nothing was new
                 self._lengths.extend(state.get("lengths", ()))
                 self._go_on_by(state)
+        by = self._for_scheduler
+        if by is not None and (kept := state.get("for_scheduler")) is not None and kept[0] == by.name:
+            by.load_state_dict(kept[1])
         self._recent.extend(state["recent"])
         self._band = None if state["band"] is None else Band(*state["band"])
 
@@ -203,8 +212,10 @@ class Account:
         """
         self._recent = deque(state["recent"], maxlen=NUM_RECENT)
         self._band = None if state["band"] is None else Band(*state["band"])
+        if self._for_scheduler is not None:
+            self._for_scheduler.read()  # of what is gone back from
         if self._monitor is not None:
-            self._monitor.read()  # of what is gone back from
+            self._monitor.read()  # likewise
             is_same = state["monitor"] is not None and state["monitor"][0] == self._monitor.name
             self._new_samples = 0
             self._go_on_by(state if is_same else {})

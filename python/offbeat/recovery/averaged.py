@@ -9,7 +9,6 @@ from offbeat import log
 from offbeat.averaging import AsyncModelAverager
 from offbeat.checks import Faults
 from offbeat.errors import ConnectionLostError
-from offbeat.local.batches import check_any, count, split
 from offbeat.module.table import unwrap
 from offbeat.recovery.local import Local
 from offbeat.recovery.trainee import Stepped
@@ -55,12 +54,8 @@ class Averaged(Local):
         """Make a step; average if it is time to. One that a loss scale skips is none for the averager either.
 
         One whose gradients a monitor dropped is: a member with many of these would keep the others waiting.
-
-        Raises:
-            ConfigError: If the batch has no sample; nothing is trained then.
         """
         del epoch
-        check_any(count(*split(batch)))
         done = self.stepped(batch)
         if done.steps:
             needs_loss = self._averager.goes_by_loss

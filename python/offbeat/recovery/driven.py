@@ -1,7 +1,8 @@
 """An `AsyncTrainer`, batch by batch."""
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 from torch import distributed, nn
 
@@ -10,6 +11,7 @@ from offbeat.history import History, Record
 from offbeat.local.group import group_of, is_alike
 from offbeat.local.loss import LossFunction
 from offbeat.local.saved import bring_back_memory, of_classes, of_groups, of_settings, settings_of
+from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.averaged import Patience
@@ -17,6 +19,7 @@ from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Stepped, Trainee
 from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
 from offbeat.trainer import AsyncTrainer
+from offbeat.trainer.alone import alone
 from offbeat.trainer.driven import Driven
 
 __all__ = ["Trained"]
@@ -44,9 +47,11 @@ class Trained(Trainee):
         live = self._trainer.optimizer
         return "on the server" if live is None else type(live).__name__
 
-    def training(self) -> AbstractContextManager[object]:
-        """Train in here."""
-        return self._driven.training()
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Train in here, where the trainer's own `train` is refused."""
+        with alone(self._trainer), self._driven.training():
+            yield
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin the strategy of a pass."""
@@ -126,6 +131,11 @@ class Trained(Trainee):
         if group is None or distributed.get_world_size(group) == 1:
             return True
         return is_alike(group, value, self._trainer.device)
+
+    @property
+    def scheduler_meter(self) -> Mean | None:
+        """The trainer's."""
+        return cast(Mean | None, self._driven.scheduler_meter)  # as it was seen to be
 
     @property
     def keepers(self) -> list[trained_by.Keeper]:

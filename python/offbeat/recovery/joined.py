@@ -9,11 +9,13 @@ from offbeat import trained_by
 from offbeat.local.batches import count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.local.saved import bring_back, of_classes, of_groups, of_settings, settings_of
+from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
 from offbeat.recovery.values import fill, of_tensors, unlisted
+from offbeat.trainer.scheduling import step_by
 from offbeat.worker import AsyncWorker
 
 __all__ = ["Joined"]
@@ -43,13 +45,14 @@ class Joined(Trainee):
         self._reduction = reduction
         self._scheduler: Scheduler | None = None
         self._per_step = False
+        self._scheduler_meter: Mean | None = None
         self._receipts: list[Receipt] = worker.prepare(optimizer)
         live = worker.live_optimizer
         self._settings = [] if live is None else [settings_of(group) for group in live.param_groups]
 
-    def follow(self, scheduler: Scheduler | None, when: SchedulerStep) -> None:
-        """Let a scheduler move the live optimizer's learning rate."""
-        self._scheduler, self._per_step = scheduler, when == "step"
+    def follow(self, scheduler: Scheduler | None, when: SchedulerStep, meter: Mean | None) -> None:
+        """Let a scheduler move the live optimizer's learning rate, by a meter if it goes by that."""
+        self._scheduler, self._per_step, self._scheduler_meter = scheduler, when == "step", meter
 
     @property
     def module(self) -> nn.Module:
@@ -98,7 +101,12 @@ class Joined(Trainee):
         """Let a scheduler step that does so after each pass."""
         del epoch
         if self._scheduler is not None and not self._per_step:
-            self._scheduler.step()
+            step_by(self._scheduler, self._scheduler_meter)
+
+    @property
+    def scheduler_meter(self) -> Mean | None:
+        """As given."""
+        return self._scheduler_meter
 
     def end(self) -> int:
         """Push what is gathered, and wait for what is in flight."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from offbeat import trained_by
 from offbeat.errors import StateError
-from offbeat.local.batches import count, moved, split
+from offbeat.local.batches import check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.local.saved import (
     bring_back,
@@ -17,9 +17,11 @@ from offbeat.local.saved import (
     of_settings,
     settings_of,
 )
+from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
 from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
+from offbeat.trainer.scheduling import step_by
 
 __all__ = ["Local", "of_loss"]
 
@@ -43,6 +45,7 @@ class Local(Trainee):
         device: torch.device,
         scheduler: Scheduler | None,
         scheduler_step: SchedulerStep,
+        scheduler_meter: Mean | None,
         scaler: "torch.amp.GradScaler | None",
     ) -> None:
         self._module = module
@@ -52,6 +55,7 @@ class Local(Trainee):
         self._device = device
         self._scheduler = scheduler
         self._per_step = scheduler_step == "step"
+        self._scheduler_meter = scheduler_meter
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._settings = [settings_of(group) for group in optimizer.param_groups]
         optimizer.zero_grad()  # of what the user did before
@@ -70,7 +74,7 @@ class Local(Trainee):
         """Train on a batch.
 
         Raises:
-            ConfigError: If the batch or the loss is not what can be trained on.
+            ConfigError: If the batch, as one without a sample, or the loss is not what can be trained on.
             StateError: If no parameter gets a gradient.
         """
         del epoch
@@ -81,7 +85,7 @@ class Local(Trainee):
     def stepped(self, batch: object) -> Stepped:
         """Do so, and leave the gradients where they are."""
         inputs, targets = split(batch)
-        samples = count(inputs, targets)
+        check_any(samples := count(inputs, targets))
         inputs, targets = moved(inputs, self._device), moved(targets, self._device)
         outputs = self._module(inputs)
         loss = self._loss_fn(outputs, targets)
@@ -134,7 +138,12 @@ class Local(Trainee):
         """Let a scheduler step that does so after each pass."""
         del epoch
         if self._scheduler is not None and not self._per_step:
-            self._scheduler.step()
+            step_by(self._scheduler, self._scheduler_meter)
+
+    @property
+    def scheduler_meter(self) -> Mean | None:
+        """As given."""
+        return self._scheduler_meter
 
     def abandon(self) -> None:
         """Drop a batch's gradients."""

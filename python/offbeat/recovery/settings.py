@@ -1,10 +1,9 @@
 """What a `FaultTolerantTrainer` was given, checked: each check words what is wrong."""
 
-import inspect
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,16 +14,18 @@ from offbeat.metrics import Mean, Metric, meters
 from offbeat.naming import unknown
 from offbeat.recovery.choice import STRATEGIES, Mode
 from offbeat.recovery.values import is_overlapping
+from offbeat.trainer.scheduling import meter_of
 
 __all__ = [
+    "mean_of",
     "means_of",
     "mode_of",
-    "monitor_of",
     "of_choices",
     "of_dataset_alone",
     "of_model",
     "of_scaler",
     "of_scheduler",
+    "scheduler_meter_of",
     "scheduler_of",
     "strategy_of",
     "words_of",
@@ -67,17 +68,17 @@ def strategy_of(given: object) -> tuple[str, Path | None]:
     raise ConfigError(unknown("recovery_strategy", given, STRATEGIES) + ", or the path of a checkpoint")
 
 
-def monitor_of(given: Metric | None) -> Mean | None:
-    """Make the meter of what is monitored.
+def mean_of(given: Metric | None, *, name: str) -> Mean | None:
+    """Make the meter of what is monitored, say; `name` is the keyword of it.
 
     Raises:
         ConfigError: If it is no one metric.
     """
     if given is None:
         return None
-    made = means_of(given, name="monitor")
+    made = means_of(given, name=name)
     if len(made) != 1:
-        raise ConfigError(f"monitor is {given!r}: give one metric")
+        raise ConfigError(f"{name} is {given!r}: give one metric")
     return made[0]
 
 
@@ -146,15 +147,21 @@ def of_dataset_alone(*, seed: object, batch_size: object) -> list[str]:
     return faults
 
 
-def of_scheduler(given: object, step: object) -> list[str]:
-    """Tell what is wrong with a scheduler, or with when it is to step."""
+def of_scheduler(given: object, step: object, metric: Metric | None, *, is_validated: bool) -> list[str]:
+    """Tell what is wrong with a scheduler, with when it is to step, or with what it goes by."""
     faults = Faults()
     if step not in ("epoch", "step"):
         faults.append(f'scheduler_step is {step!r}: give "epoch" or "step"')
+    faults.catch(lambda: mean_of(metric, name="scheduler_metric"))
     if given is not None:
         faults.catch(lambda: check_scheduler(given))
-    elif step == "step":
+        if not faults and _is_live(given):
+            faults.catch(lambda: scheduler_meter_of(given, str(step), metric, is_validated=is_validated))
+        return faults
+    if step == "step":
         faults.append('scheduler_step is "step", and there is no scheduler: give one, or leave it out')
+    if metric is not None:
+        faults.append("scheduler_metric is given, and no scheduler, which would go by it: leave it out")
     return faults
 
 
@@ -162,23 +169,28 @@ def check_scheduler(given: object) -> None:
     """See that this is a learning rate scheduler, or may make one.
 
     Raises:
-        ConfigError: If it is neither, or steps by a metric.
+        ConfigError: If it is neither.
     """
-    step = getattr(given, "step", None)
-    is_live = callable(step) and callable(getattr(given, "state_dict", None)) and not isinstance(given, type)
-    if not is_live and not callable(given):
+    if not _is_live(given) and not callable(given):
         raise ConfigError(
             f"scheduler is {given!r}: give a scheduler of torch's, or what makes one of the optimizer, such "
             f"as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"
         )
-    if is_live and any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(step).parameters.values()  # type: ignore[arg-type]  # which is callable
-    ):
-        raise ConfigError(
-            f"scheduler is a {type(given).__name__}, whose step() takes a metric, and nothing gives it one "
-            f"here: give one that goes by steps or epochs"
-        )
+
+
+def _is_live(given: object) -> bool:
+    methods = (getattr(given, name, None) for name in ("step", "state_dict"))
+    return all(map(callable, methods)) and not isinstance(given, type)
+
+
+def scheduler_meter_of(
+    scheduler: object, step: str, metric: Metric | None, *, is_validated: bool
+) -> Mean | None:
+    """Make what measures by what a scheduler goes, as `offbeat.trainer.scheduling.meter_of`; None without."""
+    if scheduler is None:
+        return None
+    made = meter_of(scheduler, step, metric, is_validated=is_validated, interval_name="scheduler_step")
+    return cast(Mean | None, made)  # of a metric that was seen to be a mean
 
 
 def scheduler_of(given: Any, optimizer: torch.optim.Optimizer) -> Any:  # noqa: ANN401  any such

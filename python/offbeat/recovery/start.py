@@ -42,6 +42,9 @@ OTHER_SETTINGS = (
 """What to do about settings that the run does not have."""
 
 
+OWN_SEED = "/seed "
+"""With which a member's part of the order begins where an `AsyncTrainer` was made with a seed."""
+
 WHERE_IT_ENDS_SO = (
     "Mend the data, set a lower learning rate by a hook of the optimizer's step (register_step_pre_hook), or "
     "let AsyncTrainingMonitor(model, remediation_strategy='reject') drop such gradients"
@@ -276,6 +279,7 @@ def go_on(
     data: Data,
     account: Account,
     seed: int | None,
+    member: str,
     left: Modes | None,
     may_go_back: bool,
 ) -> None:
@@ -288,6 +292,7 @@ def go_on(
         data: On what.
         account: Of the run.
         seed: Of the order of a dataset, if one was given.
+        member: From what else that order would follow here without one.
         left: The modes in which the `train` before in this process has left the module; None without.
         may_go_back: Whether a start may choose an older checkpoint.
 
@@ -304,6 +309,8 @@ def go_on(
             f"was {theirs} when the checkpoint was made" if was_given else "none was given then: leave it out"
         )
         others.append(f"seed is {seed}, and {then}")
+    if seed is None and data.described.kind == "dataset":
+        others += _of_own_seed(member, found.rest)
     if differences := trainee.differences(state):
         is_other_model = bool(of_tensors(unwrap(trainee.module).state_dict(), found.model))
         remedy = (
@@ -336,6 +343,20 @@ def go_on(
             f"{what} in {found.path}, which this goes on from: recovery_strategy='last_good' goes back to "
             f"the newest checkpoint that is good"
         )
+
+
+def _of_own_seed(member: str, rest: dict[str, Any]) -> list[str]:
+    """Word how the seed that an AsyncTrainer was made with is not the run's; who gives none takes that."""
+    theirs = rest["member"]
+    if not member.startswith(OWN_SEED) or member == theirs:
+        return []
+    if theirs.startswith(OWN_SEED):
+        then = f"was {theirs.removeprefix(OWN_SEED)} when the checkpoint was made"
+    elif theirs:
+        then = "none was given then: leave it out"
+    else:
+        then = f"train(seed={rest['seed']}) was given then"
+    return [f"the AsyncTrainer's seed is {member.removeprefix(OWN_SEED)}, and {then}"]
 
 
 def _not_finite(found: Found, module: nn.Module) -> str | None:

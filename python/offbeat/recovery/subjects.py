@@ -15,6 +15,7 @@ from offbeat.local.group import group_of
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.local.optimizer import are_equal
 from offbeat.local.stopping import Stop
+from offbeat.metrics import Mean, Metric
 from offbeat.recovery import settings
 from offbeat.recovery.averaged import Averaged
 from offbeat.recovery.driven import Trained
@@ -48,6 +49,8 @@ class Asked:
         loss_fn: From (outputs, targets) to a scalar.
         scheduler: As given.
         scheduler_step: When it steps.
+        scheduler_metric: What it goes by, as given.
+        is_validated: Whether the model is measured on other data after each epoch.
         scaler: As given.
         stop: Whether somebody wants an end.
     """
@@ -57,6 +60,8 @@ class Asked:
     loss_fn: LossFunction
     scheduler: object
     scheduler_step: SchedulerStep
+    scheduler_metric: Metric | None
+    is_validated: bool
     scaler: "torch.amp.GradScaler | None"
     stop: Stop
 
@@ -137,13 +142,15 @@ class _Module(Subject):
 
     def _of_loop(self, asked: Asked) -> dict[str, Any]:
         live = self._optimizer.use(asked.optimizer)
+        scheduler = self._scheduler.of(asked.scheduler, live)
         return {
             "optimizer": live,
             "loss_fn": asked.loss_fn,
             "reduction": self.reduction,
             "device": self.device,
-            "scheduler": self._scheduler.of(asked.scheduler, live),
+            "scheduler": scheduler,
             "scheduler_step": asked.scheduler_step,
+            "scheduler_meter": _meter_for(scheduler, asked),
             "scaler": asked.scaler,
         }
 
@@ -229,7 +236,8 @@ class _Worker(_Ordered):
             self._worker, optimizer=asked.optimizer, loss_fn=asked.loss_fn, reduction=self.reduction
         )
         if self.optimizer is not None:
-            made.follow(self._scheduler.of(asked.scheduler, self.optimizer), asked.scheduler_step)
+            scheduler = self._scheduler.of(asked.scheduler, self.optimizer)
+            made.follow(scheduler, asked.scheduler_step, _meter_for(scheduler, asked))
         return made
 
     def faults_of(self, *, strategy: str) -> list[str]:
@@ -258,6 +266,8 @@ class _Trainer(_Ordered):
             loss_fn=asked.loss_fn,
             scheduler=cast(Any, asked.scheduler),
             scheduler_interval=cast(Any, asked.scheduler_step),
+            scheduler_metric=asked.scheduler_metric,
+            is_validated=asked.is_validated,
             stop=asked.stop,
         )
         return Trained(self._trainer, driven, asked.loss_fn)
@@ -299,6 +309,17 @@ class _Scheduler:
             self._made = settings.scheduler_of(given, live) if given is not None else None
             self._given = given
         return self._made
+
+
+def _meter_for(scheduler: Scheduler | None, asked: Asked) -> Mean | None:
+    """Make what a scheduler goes by.
+
+    Raises:
+        ConfigError: If it goes by a metric and there is none, or the reverse.
+    """
+    return settings.scheduler_meter_of(
+        scheduler, asked.scheduler_step, asked.scheduler_metric, is_validated=asked.is_validated
+    )
 
 
 def subject_of(given: object, *, device: object, reduction: object) -> Subject:

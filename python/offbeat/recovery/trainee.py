@@ -11,6 +11,7 @@ from torch import nn
 from offbeat import trained_by
 from offbeat.errors import ConnectionLostError
 from offbeat.history import History, Record
+from offbeat.metrics import Mean
 from offbeat.receipt import Receipt
 
 __all__ = ["GoesBack", "Scheduler", "SchedulerStep", "Stepped", "Trainee"]
@@ -170,6 +171,11 @@ class Trainee(ABC):
         """Tell in all who train together whether a value is the same in all of them."""
         del value
         return True
+
+    @property
+    def scheduler_meter(self) -> Mean | None:
+        """Measures what the scheduler goes by, once told of what counts; None where it goes by nothing."""
+        return None
 
     @property
     def keepers(self) -> list[trained_by.Keeper]:

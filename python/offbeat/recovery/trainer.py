@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -20,7 +21,7 @@ from offbeat.history import History
 from offbeat.local.evaluate import Each, evaluate
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.stopping import Stop
-from offbeat.metrics import Metric, listed
+from offbeat.metrics import Meter, Metric, listed
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.recovery import rng, settings
 from offbeat.recovery.account import Account
@@ -143,7 +144,7 @@ class FaultTolerantTrainer:
             lambda: frequency(checkpoint_frequency, name="checkpoint_frequency", counted="steps")
         )
         strategy = faults.catch(lambda: settings.strategy_of(recovery_strategy))
-        monitored = faults.catch(lambda: settings.monitor_of(monitor))
+        monitored = faults.catch(lambda: settings.mean_of(monitor, name="monitor"))
         faults += settings.of_choices(mode, loss_reduction, overwrite=overwrite, deterministic=deterministic)
         if recovery_strategy == "best" and monitor is None:
             faults.append(
@@ -196,6 +197,7 @@ class FaultTolerantTrainer:
         loss_fn: LossFunction,
         scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         scheduler_step: SchedulerStep = "epoch",
+        scheduler_metric: Metric | None = None,
         grad_scaler: "torch.amp.GradScaler | None" = None,
         batch_size: int | None = None,
         seed: int | None = None,
@@ -220,6 +222,8 @@ class FaultTolerantTrainer:
             scheduler: A learning rate scheduler of torch's, or what makes one of the optimizer, such as
                 ``functools.partial(StepLR, step_size=10)``.
             scheduler_step: When it steps: after each "epoch", or each "step" that was not skipped.
+            scheduler_metric: What ReduceLROnPlateau goes by, as `AsyncTrainer.train` has it: "loss",
+                "accuracy" or a function. What was measured in the epoch under way goes on after a crash.
             grad_scaler: Scales the loss, and skips steps with infinite gradients (`history.skipped`).
             batch_size: Samples in a batch of `dataset`. None: `local_batch_size` of what has one, else 32. A
                 `dataloader` makes its own.
@@ -251,14 +255,14 @@ class FaultTolerantTrainer:
         if dataloader is not None:
             faults += settings.of_dataset_alone(seed=seed, batch_size=batch_size)
         faults += functions("a function of (outputs, targets)", loss_fn=loss_fn)
-        faults += [*settings.of_scaler(grad_scaler), *settings.of_scheduler(scheduler, scheduler_step)]
+        faults += settings.of_scaler(grad_scaler) + settings.of_scheduler(
+            scheduler, scheduler_step, scheduler_metric, is_validated=validation is not None
+        )
         metrics = listed(metrics)
         measured = faults.catch(lambda: settings.means_of(metrics, name="metrics"))
         passes = epochs if type(epochs) is int and epochs > 1 else 1
         faults.catch(lambda: self._data(dataset, dataloader, epochs=passes))
-        validate = faults.catch(
-            lambda: self._validation(validation, metrics if measured else (), passes, loss_fn)
-        )
+        validated = faults.catch(lambda: self._validation(validation, metrics if measured else (), passes))
         subject = self._subject
         asked = Asked(
             epochs=passes,
@@ -266,6 +270,8 @@ class FaultTolerantTrainer:
             loss_fn=loss_fn,
             scheduler=scheduler,
             scheduler_step=scheduler_step,
+            scheduler_metric=scheduler_metric,
+            is_validated=validation is not None,
             scaler=grad_scaler,
             stop=self._stop,
         )
@@ -279,7 +285,7 @@ class FaultTolerantTrainer:
         taken_apart(
             trainee, lambda: {"keepers": states_of(trainee.keepers)}
         )  # what no checkpoint can hold is refused now, and not at the first save
-        account = Account(measured, self._monitor)
+        account = Account(measured, self._monitor, trainee.scheduler_meter if validation is None else None)
         account.history.optimizer = settings.words_of(trainee.optimizer_name)
         with ExitStack() as stack:
             stack.enter_context(self._directory.locked())
@@ -291,7 +297,9 @@ class FaultTolerantTrainer:
             plan = Plan(
                 goal=goal,
                 log_frequency=log_frequency,
-                validate=validate,
+                validate=None
+                if validated is None
+                else partial(self._validate, validated, trainee.scheduler_meter),
                 seed=rest["seed"] if rest else subject.seed if seed is None else int(seed),
                 is_seed_given=rest.get("is_seed_given", True) if rest else seed is not None,
                 member=rest["member"] if rest else subject.member if seed is None else "",
@@ -321,6 +329,7 @@ class FaultTolerantTrainer:
                     data=data,
                     account=account,
                     seed=seed,
+                    member=subject.member,
                     left=self._left,
                     may_go_back=plan.may_go_back,
                 )
@@ -505,16 +514,16 @@ class FaultTolerantTrainer:
         data: Iterable[Any] | Dataset[Any] | None,
         metrics: Iterable[Metric],
         epochs: int,
-        loss_fn: LossFunction,
-    ) -> Callable[[Each], dict[str, float]] | None:
+    ) -> Validation | None:
         """Get ready to measure the model on other data, if there is some."""
         if data is None:
             return None
-        validation = Validation(
-            data, metrics, batch_size=EVALUATED_TOGETHER, epochs=epochs, keeps=[self.model]
-        )
-        return lambda each: validation.measure(
-            self.model, self.device, loss_fn, self._subject.reduction, beside=None, each=each
+        return Validation(data, metrics, batch_size=EVALUATED_TOGETHER, epochs=epochs, keeps=[self.model])
+
+    def _validate(self, validation: Validation, beside: Meter | None, each: Each) -> dict[str, float]:
+        assert self._loss_fn is not None  # noqa: S101  `train` was given one
+        return validation.measure(
+            self.model, self.device, self._loss_fn, self._subject.reduction, beside=beside, each=each
         )
 
     def _is_done_already(self, plan: Plan, trainee: Trainee, account: Account, found: Found | None) -> bool:

@@ -14,6 +14,7 @@ from offbeat.metrics import Metric
 from offbeat.tracking.base import Tracker
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
+from offbeat.trainer.alone import see_alone
 from offbeat.trainer.callbacks import Callbacks
 from offbeat.trainer.driven import Driven
 from offbeat.trainer.places import Places, ProcessGroup
@@ -55,6 +56,8 @@ class Driveable:
         loss_fn: LossFunction,
         scheduler: GivenScheduler = None,
         scheduler_interval: Interval = "epoch",
+        scheduler_metric: Metric | None = None,
+        is_validated: bool = False,
         stop: Stop,
     ) -> Driven:
         """Get ready for `FaultTolerantTrainer`'s loop, which hands over batches and keeps the account.
@@ -63,13 +66,16 @@ class Driveable:
 
         Raises:
             ConfigError: If these cannot be used, as in `train`.
+            StateError: If a `train` of this is at work.
         """
+        see_alone(self)
         _, scheduling = self._chosen(
             Faults(),
             optimizer,
             epochs,
-            (scheduler, scheduler_interval, None),
-            measures=False,  # the account is the other's, and so is any metric
+            (scheduler, scheduler_interval, scheduler_metric),
+            is_validated=is_validated,
+            interval_name="scheduler_step",  # as that trainer has it
         )
         self._stop = stop
         self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
@@ -145,7 +151,8 @@ class Driveable:
         epochs: int,
         asked: tuple[GivenScheduler, Interval, Metric | None],
         *,
-        measures: bool = True,
+        is_validated: bool,
+        interval_name: str = "scheduler_interval",
     ) -> tuple[torch.optim.Optimizer | None, Scheduling]:
         """Give the optimizer that is here, if one is needed, and the scheduler; keep both if all is right.
 
@@ -166,7 +173,13 @@ class Driveable:
             if len(faults) == num_others:
                 own = live if is_here else None
                 scheduling = faults.catch(
-                    lambda: scheduling_of(*asked, own, self._scheduled, measures=measures)
+                    lambda: scheduling_of(
+                        *asked,
+                        own,
+                        self._scheduled,
+                        is_validated=is_validated,
+                        interval_name=interval_name,
+                    )
                 )
             refuse(faults)
         assert scheduling is not None  # noqa: S101  else there is a fault

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from offbeat.history import History, Record
+from offbeat.metrics import Meter
 from offbeat.receipt import Receipt
 from offbeat.tracking.fanout import Fanout
 from offbeat.trained_by import Keeper
@@ -142,6 +143,11 @@ class Driven:
     def take_receipts(self) -> list[Receipt]:
         """Give out what a server has answered since the last call."""
         return self._workshop.tally.take_receipts()
+
+    @property
+    def scheduler_meter(self) -> Meter | None:
+        """Measures what the scheduler goes by; to be told of what counts by whoever keeps the account."""
+        return self._scheduling.meter
 
     @property
     def keepers(self) -> list[Keeper]:

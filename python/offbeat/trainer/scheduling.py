@@ -1,19 +1,20 @@
 """A learning rate that a scheduler of torch's moves: after each step of the optimizer, or each epoch."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat import process
 from offbeat.checks import Faults
 from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, MetricObject, meters
-from offbeat.naming import a_class, unknown
+from offbeat.naming import unknown
 
 __all__ = [
     "Given",
@@ -22,9 +23,11 @@ __all__ = [
     "as_it_was_if_refused",
     "faults_of_scheduler",
     "idle_faults",
+    "meter_of",
     "scheduler_for",
     "scheduling_of",
     "shared_faults",
+    "step_by",
 ]
 
 Given: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
@@ -67,10 +70,16 @@ class Scheduling:
 
     def end_epoch(self) -> None:
         """Follow an epoch."""
-        value = None if self.meter is None else self.meter.read()
-        if self.scheduler is None or self._interval != "epoch":
-            return
-        self.scheduler.step(*(() if value is None else (value,)))
+        if self.scheduler is not None and self._interval == "epoch":
+            step_by(self.scheduler, self.meter)
+
+
+def step_by(scheduler: Any, meter: Meter | None) -> None:  # noqa: ANN401  any in the manner of torch's
+    """Let a scheduler step, by what was measured since its step before where it goes by that."""
+    if meter is None:
+        scheduler.step()
+    else:
+        scheduler.step(meter.read())
 
 
 def faults_of_scheduler(given: object, interval: object, metric: object) -> list[str]:
@@ -148,7 +157,8 @@ def scheduling_of(
     live: torch.optim.Optimizer | None,
     before: tuple[object, LRScheduler] | None,
     *,
-    measures: bool = True,
+    is_validated: bool = False,
+    interval_name: str = "scheduler_interval",
 ) -> Scheduling:
     """Make a scheduler of what was given, and see that it is of the optimizer.
 
@@ -159,7 +169,9 @@ def scheduling_of(
         live: The optimizer; None where that is on a server.
         before: What was given to the `train` before, and the scheduler that came of it: the same, or its
             equal, goes on.
-        measures: Whether who asks can give a scheduler a metric, if told which.
+        is_validated: Whether the model is measured after each epoch, by whose loss a scheduler goes then that
+            goes by a metric and is told none.
+        interval_name: By which keyword the interval was given.
 
     Raises:
         ConfigError: If they do not fit one another.
@@ -172,13 +184,8 @@ def scheduling_of(
             "lr_schedule= in place of scheduler=, or a live optimizer here"
         )
     scheduler = scheduler_for(given, live, before)
-    if isinstance(scheduler, ReduceLROnPlateau) and not measures:
-        raise ConfigError(
-            f"scheduler is {a_class(scheduler)}, whose step() takes a metric, and nothing gives it "
-            f"one here: give one that goes by steps or epochs"
-        )
-    _check_metric(scheduler, interval, metric)
-    return Scheduling(scheduler, interval, None if metric is None else _one_meter(metric))
+    meter = meter_of(scheduler, interval, metric, is_validated=is_validated, interval_name=interval_name)
+    return Scheduling(scheduler, interval, meter)
 
 
 def scheduler_for(
@@ -217,16 +224,48 @@ def _made(given: Any, live: torch.optim.Optimizer) -> Any:  # noqa: ANN401  what
         ) from error
 
 
-def _check_metric(scheduler: LRScheduler, interval: Interval, metric: Metric | None) -> None:
+def meter_of(
+    scheduler: object,
+    interval: str,
+    metric: Metric | None,
+    *,
+    is_validated: bool,
+    interval_name: str,
+) -> Meter | None:
+    """Make what measures by what a scheduler goes; None where it goes by no metric.
+
+    Args:
+        scheduler: That was given, or made.
+        interval: When it steps.
+        metric: What it goes by, as given.
+        is_validated: As `scheduling_of` has it.
+        interval_name: Likewise.
+
+    Raises:
+        ConfigError: If these do not fit one another.
+    """
     name = type(scheduler).__name__
-    if not isinstance(scheduler, ReduceLROnPlateau):
+    if not _takes_metric(scheduler):
         if metric is not None:
             raise ConfigError(f"scheduler_metric is given, and {name} goes by no metric: leave it out")
-        return
+        return None
     if interval == "step":
-        raise ConfigError(f'scheduler_interval is "step", and {name} goes by an epoch\'s mean: take "epoch"')
-    if metric is None:
-        raise ConfigError(f'{name} goes by a metric: give scheduler_metric="loss", say')
+        raise ConfigError(f'{interval_name} is "step", and {name} goes by an epoch\'s mean: take "epoch"')
+    if metric is None and not is_validated:
+        raise ConfigError(
+            f'{name} goes by a metric: give scheduler_metric="loss", say, or validation=, by whose loss it '
+            f"goes then"
+        )
+    return _one_meter("loss" if metric is None else metric)
+
+
+def _takes_metric(scheduler: object) -> bool:
+    """Whether `step` wants one, as that of ReduceLROnPlateau does."""
+    step = getattr(scheduler, "step", None)
+    return callable(step) and any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(step).parameters.values()
+    )
 
 
 def _one_meter(metric: Any) -> Meter:  # noqa: ANN401  whatever came

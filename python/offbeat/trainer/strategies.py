@@ -10,6 +10,7 @@ from torch import nn
 from offbeat import log, trained_by
 from offbeat.averaging import AsyncModelAverager
 from offbeat.averaging.methods import Method
+from offbeat.averaging.settings import server_faults
 from offbeat.averaging.turns import FLUSH_AGAIN
 from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import MAKE_PAIRS, check_any, count, moved, split
@@ -47,10 +48,10 @@ class Batch:
         """Bring a pair to the device.
 
         Raises:
-            ConfigError: If it is none, or its samples cannot be counted.
+            ConfigError: If it is none, or its samples cannot be counted, or it has none.
         """
         inputs, targets = split(given, instead=f"{MAKE_PAIRS}, {OWN_LOOPS}")
-        samples = count(inputs, targets)
+        check_any(samples := count(inputs, targets))
         return cls(moved(inputs, device), moved(targets, device), samples)
 
 
@@ -264,11 +265,16 @@ class Averaged(Local):
             device=workshop.device,
         )
         if self.averager.is_alone and meeting.group is not False:
+            with_tcp, at_a_server = (
+                "with communication_backend='tcp' or ",
+                "give server_address= of an offbeat server, ",
+            )
+            if server_faults(method):  # as of gossip, which meets at none
+                with_tcp = at_a_server = ""
             log.announce(
                 f"strategy {method!r} averages with nobody: this process trains alone. Start several, as "
-                f"by offbeat launch --workers 4, each with communication_backend='tcp' or after "
-                f"offbeat.init_distributed('gloo'), give server_address= of an offbeat server, or take "
-                f'strategy="local"'
+                f"by offbeat launch --workers 4, each {with_tcp}after offbeat.init_distributed('gloo'), "
+                f'{at_a_server}or take strategy="local"'
             )
 
     @property
@@ -280,11 +286,7 @@ class Averaged(Local):
         """Make a step; average if it is time to. One that a loss scale skips is none for the averager either.
 
         One whose gradients a monitor dropped is: a member with many of these would keep the others waiting.
-
-        Raises:
-            ConfigError: If the batch has no sample; nothing is trained then.
         """
-        check_any(batch.samples)
         before = self.workshop.tally.steps
         made = super().batch(batch)
         if self.workshop.tally.steps > before:

@@ -35,6 +35,7 @@ from offbeat.tracking import alerts
 from offbeat.tracking.base import Tracker, trackers_of
 from offbeat.tracking.fanout import Fanout
 from offbeat.trainer import settings
+from offbeat.trainer.alone import one_at_a_time
 from offbeat.trainer.callbacks import Callbacks, callbacks_of
 from offbeat.trainer.driveable import Driveable
 from offbeat.trainer.loop import Loop, TrainPlan
@@ -248,6 +249,7 @@ class AsyncTrainer(Driveable):
     # ------------------------------------------------------------------ training
 
     @known_keywords
+    @one_at_a_time
     def train(
         self,
         *,
@@ -291,7 +293,7 @@ class AsyncTrainer(Driveable):
             scheduler_interval: When it steps: after each ``"epoch"``, or each ``"step"`` of the optimizer,
                 but for those that are skipped.
             scheduler_metric: What ReduceLROnPlateau goes by: its mean over `validation`; without, over the
-                epoch's batches, in training.
+                epoch's batches, in training. None: the loss, with `validation`.
             max_steps: Stop after that many steps.
             progress: True for a bar, False for nothing; None: one bar per terminal, and without a terminal
                 one line per `log_frequency` to stderr where logging is not configured.
@@ -304,14 +306,19 @@ class AsyncTrainer(Driveable):
 
         Raises:
             ConfigError: Naming all arguments that cannot be used; or for a batch or a loss.
-            StateError: If the model has other parameters than at first, or members are set differently.
+            StateError: If the model has other parameters than at first, or members are set differently; or if
+                a `train` of this trainer is at work.
             NonFiniteError: If a gradient is NaN or infinite with ``"accumulate"`` or ``"parameter_server"``.
             ConnectionLostError: If a member or the server is lost.
             RejectedError: If the server rejected 100 pushes in a row; with the reasons.
             KeyboardInterrupt: At Ctrl-C; `history` is kept, and `train` may be called again.
         """
         faults = faults_of_train(
-            epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
+            epochs=epochs,
+            log_frequency=log_frequency,
+            max_steps=max_steps,
+            loss_fn=loss_fn,
+            progress=progress,
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         metrics = listed(metrics)
@@ -341,7 +348,11 @@ class AsyncTrainer(Driveable):
                 )
             )
         live, scheduling = self._chosen(
-            faults, optimizer, epochs, (scheduler, scheduler_interval, scheduler_metric)
+            faults,
+            optimizer,
+            epochs,
+            (scheduler, scheduler_interval, scheduler_metric),
+            is_validated=validation is not None,
         )
         assert source is not None  # noqa: S101  else there is a fault
         if scheduling.scheduler is not None:

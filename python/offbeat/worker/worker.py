@@ -415,7 +415,11 @@ class AsyncWorker(process.Live):
         steps = self._usable()
         self._is_broken_off = True  # until it returns
         faults = faults_of_train(
-            epochs=epochs, log_frequency=log_frequency, max_steps=max_steps, loss_fn=loss_fn
+            epochs=epochs,
+            log_frequency=log_frequency,
+            max_steps=max_steps,
+            loss_fn=loss_fn,
+            progress=progress,
         )
         tracking = faults.catch(lambda: trackers_of(trackers)) or []
         refuse(faults)

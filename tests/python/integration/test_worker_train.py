@@ -107,8 +107,10 @@ def test_a_count_that_is_none_is_refused(train, name, value):
 
 
 def test_every_count_that_is_none_is_named_at_once(train):
-    with pytest.raises(ConfigError, match=r"epochs is '3'.*log_frequency is 0.*max_steps is 0"):
-        train(dataset=dataset(), epochs="3", log_frequency=0, max_steps=0)
+    with pytest.raises(
+        ConfigError, match=r"epochs is '3'.*log_frequency is 0.*max_steps is 0.*progress is 'yes'"
+    ):
+        train(dataset=dataset(), epochs="3", log_frequency=0, max_steps=0, progress="yes")
 
 
 @pytest.mark.parametrize(

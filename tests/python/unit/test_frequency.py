@@ -13,8 +13,12 @@ def read(value):
 
 
 @given(st.integers(1, 2**63 - 1))
-def test_a_count_is_itself_also_as_a_string(count):
-    assert read(count) == read(str(count)) == Every(count=count)
+def test_a_count_is_itself_and_refused_as_a_string_which_may_be_meant_as_a_time(count):
+    assert read(count) == Every(count=count)
+    with pytest.raises(
+        ConfigError, match=rf"how_often is '{count}': give a number of steps, .* with its unit"
+    ):
+        read(str(count))
 
 
 @pytest.mark.parametrize(

@@ -711,6 +711,7 @@ def test_an_end_that_is_not_good_is_gone_back_from_again_where_a_newer_good_one_
         ({"monitor": "los"}, "monitor: unknown metric 'los'; did you mean 'loss'"),
         ({"monitor": 5}, "monitor: 5 is no metric: give"),
         ({"mode": "max"}, "mode is 'max', and there is no monitor"),
+        ({"checkpoint_frequency": "30"}, "checkpoint_frequency is '30': give a number of steps"),
         ({"monitor": ["loss", "accuracy"]}, "give one metric"),
         ({"mode": "least"}, "mode is 'least'"),
         ({"overwrite": True}, "overwrite is True, which is for recovery_strategy='none'"),
@@ -745,7 +746,16 @@ def test_a_setting_that_cannot_be_used_is_refused_by_name(keywords, said, tmp_pa
         ({"shuffle": True}, "unknown keyword of FaultTolerantTrainer.train 'shuffle'"),
         (
             {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-            r"ReduceLROnPlateau, whose step\(\) takes a metric",
+            "ReduceLROnPlateau goes by a metric: give scheduler_metric=",
+        ),
+        ({"scheduler_metric": "loss"}, "scheduler_metric is given, and no scheduler"),
+        ({"scheduler_metric": ["loss", "accuracy"]}, r"scheduler_metric is \['loss', 'accuracy'\]: give one"),
+        (
+            {
+                "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1),
+                "scheduler_metric": "loss",
+            },
+            "StepLR goes by no metric: leave it out",
         ),
     ],
 )
@@ -827,6 +837,31 @@ def test_other_data_than_the_checkpoint_s_is_refused_by_name(keywords, said, tmp
     run(made(tmp_path), seed=7)
     with pytest.raises(ConfigError, match=said):
         run(made(tmp_path), epochs=3, **{"seed": 7} | keywords)
+
+
+def test_a_trainer_s_own_seed_is_the_run_s_or_refused(tmp_path):
+    def life(folder, own, **keywords):
+        inner = offbeat.AsyncTrainer(net(), local_batch_size=8, seed=own)
+        return run(FaultTolerantTrainer(inner, tmp_path / folder), **keywords)
+
+    life("own", 1)
+    with pytest.raises(
+        ConfigError, match=r"the AsyncTrainer's seed is 2, and was 1 when the .*: give the same"
+    ):
+        life("own", 2, epochs=2)
+    assert life("own", 1, epochs=2).steps == 10
+    assert life("own", None, epochs=3).steps == 15, "as of train's, none given is the run's"
+    life("none", None)
+    with pytest.raises(
+        ConfigError, match="the AsyncTrainer's seed is 2, and none was given then: leave it out"
+    ):
+        life("none", 2, epochs=2)
+    life("train's", 2, seed=7)
+    with pytest.raises(
+        ConfigError, match=r"the AsyncTrainer's seed is 2, and train\(seed=7\) was given then"
+    ):
+        life("train's", 2, epochs=2)
+    assert life("train's", 3, seed=7, epochs=2).steps == 10
 
 
 def test_a_seed_where_none_was_given_is_to_be_left_out(tmp_path):

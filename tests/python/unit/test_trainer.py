@@ -133,18 +133,75 @@ def test_a_batch_without_a_sample_is_refused_before_it_is_accumulated():
     assert not live.state, "it is no micro-batch of a window"
 
 
-@pytest.mark.parametrize("around", ["trainer", "averager"])
-def test_a_batch_without_a_sample_is_refused_before_it_trains_what_is_averaged(around, tmp_path):
+@pytest.mark.parametrize("around", ["local", "average", "averager", "module"])
+def test_a_batch_without_a_sample_is_refused_before_it_trains(around, tmp_path):
     trained = plain()
     run = {"dataloader": [DATA[0], (torch.empty(0, 6), torch.empty(0).long())], "loss_fn": LOSS}
     run["optimizer"] = live = torch.optim.Adam(trained.parameters(), lr=0.1)
-    if around == "trainer":
-        trainer = offbeat.AsyncTrainer(trained, strategy="average")
+    if around in ("local", "average"):
+        trainer = offbeat.AsyncTrainer(trained, strategy=around)
     else:
-        trainer = offbeat.FaultTolerantTrainer(offbeat.AsyncModelAverager(trained), tmp_path)
+        wraps = trained if around == "module" else offbeat.AsyncModelAverager(trained)
+        trainer = offbeat.FaultTolerantTrainer(wraps, tmp_path)
     with pytest.raises(ConfigError, match=r"the batch has no sample.*drop_last"):
         trainer.train(**run)
     assert {float(state["step"]) for state in live.state.values()} == {1.0}
+
+
+@pytest.mark.parametrize("around", ["trainer", "fault tolerant"])
+def test_a_train_within_another_is_refused_and_costs_that_nothing(around, tmp_path):
+    class Again:
+        def __init__(self):
+            self.refused = []
+
+        def again(self, trainer, _):
+            with pytest.raises(StateError, match="while a train\\(\\) of this trainer is at work") as said:
+                trainer.train(dataloader=DATA, optimizer=optim.SGD(lr=9.0), loss_fn=LOSS)
+            self.refused.append(str(said.value))
+
+        on_step = on_epoch_end = on_train_end = again
+
+    def trained(callbacks):
+        inner = offbeat.AsyncTrainer(model(), callbacks=callbacks)
+        outer = (
+            inner
+            if around == "trainer"
+            else offbeat.FaultTolerantTrainer(inner, tmp_path / str(len(callbacks)))
+        )
+        torch.manual_seed(7)
+        history = outer.train(dataloader=DATA, epochs=2, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS)
+        assert inner.history is history
+        return inner, history
+
+    again = Again()
+    ours, history = trained([again])
+    theirs, _ = trained([])
+    assert (history.steps, history.stopped, len(again.refused)) == (18, "epochs", 18 + 2 + 1)
+    assert same(ours.model, theirs.model)
+
+
+def test_of_two_threads_one_trains_and_the_other_is_refused(tmp_path):
+    begun, ends = threading.Event(), threading.Event()
+
+    class Waits:
+        def on_step(self, trainer, step):
+            begun.set()
+            assert ends.wait(30)
+
+    trainer = offbeat.AsyncTrainer(model(), callbacks=Waits())
+    thread = threading.Thread(target=train, args=(trainer, optim.SGD(lr=0.1)))
+    thread.start()
+    assert begun.wait(30)
+    with pytest.raises(StateError, match="at work"):
+        train(trainer, optim.SGD(lr=0.1))
+    with pytest.raises(StateError, match="at work"):
+        offbeat.FaultTolerantTrainer(trainer, tmp_path).train(
+            dataloader=DATA, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS
+        )
+    ends.set()
+    thread.join()
+    assert trainer.history.steps == 18
+    assert train(trainer, optim.SGD(lr=0.1)).steps == 18
 
 
 # ------------------------------------------------------------------------------------------ exactness
@@ -344,12 +401,19 @@ def test_an_epoch_of_less_than_one_update_is_warned_of_once(every, warned, caplo
 
 @pytest.mark.parametrize(
     ("keywords", "is_told"),
-    [({"strategy": "average"}, True), ({"strategy": "average", "process_group": False}, False), ({}, False)],
+    [
+        ({"strategy": "average"}, True),
+        ({"strategy": "gossip"}, True),
+        ({"strategy": "average", "process_group": False}, False),
+        ({}, False),
+    ],
 )
 def test_who_averages_with_nobody_is_told_so(keywords, is_told, caplog):
     caplog.set_level(logging.INFO, "offbeat")
     train(offbeat.AsyncTrainer(model(), **keywords), optim.SGD(lr=0.1))
     assert caplog.text.count("averages with nobody: this process trains alone") == is_told
+    names_a_server = is_told and keywords["strategy"] != "gossip"  # whose members meet at none
+    assert ("'tcp'" in caplog.text, "server_address=" in caplog.text) == (names_a_server, names_a_server)
 
 
 # ------------------------------------------------------------------------------------------ strategies
@@ -1074,6 +1138,7 @@ def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
             scheduler=StepLR,
             scheduler_interval="batch",
             max_steps=0,
+            progress="yes",
             trackers=7,
         )
     for told in [
@@ -1084,6 +1149,7 @@ def test_all_that_is_wrong_with_a_train_is_told_at_once_and_nothing_changes():
         "scheduler is the class StepLR",
         "unknown scheduler_interval 'batch'",
         "max_steps is 0",
+        "progress is 'yes': give True for a bar, False for nothing, or None",
         "trackers has 7",
         "a dataset= or a dataloader=",
     ]:

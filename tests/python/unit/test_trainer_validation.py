@@ -97,7 +97,8 @@ def test_it_is_what_evaluate_gives_after_each_epoch_and_moves_no_bit_of_training
     assert torch.equal(drawn[0], torch.rand(3))
 
 
-def test_a_plateau_is_one_of_the_validation_where_there_is_one():
+@pytest.mark.parametrize("given", [{}, {"scheduler_metric": "loss"}])
+def test_a_plateau_is_one_of_the_validation_where_there_is_one(given):
     batches = list(DataLoader(TRAINED, batch_size=8))
     scheduler = functools.partial(ReduceLROnPlateau, patience=0, factor=0.5)
     trainer = offbeat.AsyncTrainer(plain())
@@ -107,8 +108,8 @@ def test_a_plateau_is_one_of_the_validation_where_there_is_one():
         epochs=8,
         optimizer=optim.SGD(lr=0.5),
         scheduler=scheduler,
-        scheduler_metric="loss",
         validation=[OTHER[:]],
+        **given,
     )
     theirs = plain()
     live = torch.optim.SGD(theirs.parameters(), lr=0.5)
