@@ -139,7 +139,7 @@ class Attachment:
             self.gradients.keep_buffers()
 
     def moves(self) -> None:
-        """Hear that what moves the parameters next is no step: how far the last one has moved them is kept."""
+        """Hear that what moves the parameters next is no step: how far the last one moved them is kept."""
         self.gradients.resume(self.gradients.ratio_since())
 
     def was_set(self, thing: object, name: str) -> None:
