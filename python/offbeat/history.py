@@ -84,8 +84,9 @@ class History:
             left without gradients is among `steps` as well. Of "accumulate", whose updates are of many
             batches, none is counted.
         first_non_finite: The step with the first loss, of batches that were not skipped, that was NaN or
-            infinite, or after which a parameter was; None: all were finite. Of `AsyncTrainer` and
-            `FaultTolerantTrainer`, whose log lines look; others raise.
+            infinite, or after which a parameter was; where a monitor dropped all since, the first that met
+            such parameters. None: all were finite. Of `AsyncTrainer` and `FaultTolerantTrainer`, whose log
+            lines look; others raise.
     """
 
     records: list[Record] = field(default_factory=list)

@@ -17,6 +17,14 @@ MOST_NAMED = 3
 """Parameters in a warning: where one is not finite, most are."""
 
 
+IN_SPITE_OF_A_MONITOR = (
+    'a monitor has dropped what was computed since, which does not mend them: put "rollback" behind its '
+    "remedies, where a FaultTolerantTrainer trains, or start again from a checkpoint, as with "
+    "FaultTolerantTrainer(recovery_strategy='last_good')"
+)
+"""What a user can do whose monitor does what a trainer would advise."""
+
+
 class Finiteness:
     """Looks at the losses of one `train`, and at the parameters where a loss is not finite, and at the end.
 
@@ -73,19 +81,23 @@ class Finiteness:
         self._has_told = self._is_lost = False
 
     def end(self) -> None:
-        """Look, and at the parameters as well: the last step's may have been the first."""
+        """Look, and at the parameters as well: the last step's may have been the first.
+
+        Or all batches since were skipped, by a monitor, which knows since when.
+        """
         self.look()
         if not self._is_lost and not_finite(self._module):
-            self._find(self._history.steps, None)
+            self._find(self._history.steps, None, since=trained_by.lost_since(self._module))
 
-    def _find(self, step: int, loss: float | None) -> None:
+    def _find(self, step: int, loss: float | None, since: int | None = None) -> None:
         if self._history.first_non_finite is None:
-            self._history.first_non_finite = step
+            self._history.first_non_finite = step if since is None else min(since, step)
         names = not_finite(self._module)
         is_news = bool(names) or not (self._has_told or trained_by.is_watched(self._module))
         self._has_told, self._is_lost = self._has_told or is_news, bool(names)
         if is_news:
-            log.warn(f"{words_of(step, loss, names)}; {self._remedy}")
+            remedy = self._remedy if since is None else IN_SPITE_OF_A_MONITOR
+            log.warn(f"{words_of(step, loss, names, since)}; {remedy}")
 
 
 def not_finite(module: nn.Module) -> list[str]:
@@ -93,13 +105,14 @@ def not_finite(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.requires_grad and not bool(p.isfinite().all())]
 
 
-def words_of(step: int, loss: float | None, names: list[str]) -> str:
+def words_of(step: int, loss: float | None, names: list[str], since: int | None = None) -> str:
     """Say what is not finite, and since when.
 
     Args:
         step: Of the loss; where that is None, the last.
         loss: The first that is not finite.
         names: Of parameters that are not.
+        since: The first step that met such ones, where that is known.
     """
     if not names:
         return (
@@ -108,7 +121,8 @@ def words_of(step: int, loss: float | None, names: list[str]) -> str:
         )
     begin = f"at step {step} the loss is {loss}" if loss is not None else f"training has ended at step {step}"
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    then = "" if since is None else f" since step {since}"
     return (
-        f"{begin}, and parameters are not finite, {', '.join(names[:MOST_NAMED])}{more}: what is trained "
-        f"from there on learns nothing"
+        f"{begin}, and parameters are not finite{then}, {', '.join(names[:MOST_NAMED])}{more}: what is "
+        f"trained from there on learns nothing"
     )

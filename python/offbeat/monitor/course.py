@@ -37,6 +37,7 @@ class Course:
         num_clipped: Gradients that were scaled down.
         num_taken: How often each remedy was taken, by name.
         num_went_back: How often parameters went back to what they were before.
+        lost_since: The step at which they were seen not to be finite; None: they are, as far as is known.
     """
 
     def __init__(self, settings: Settings, ladder: Ladder, *, threshold: float, warm_up: int) -> None:
@@ -59,7 +60,7 @@ class Course:
         self._releases: deque[Release] = deque(maxlen=MOST_KEPT)
         self._num_alerts: Counter[str] = Counter()
         self._num_dropped_in_a_row = 0
-        self._is_lost = False  # parameters are not finite, as far as is known
+        self.lost_since: int | None = None
         self._series = {metric: Series() for metric in settings.metrics}
         self._step = 0
 
@@ -67,6 +68,10 @@ class Course:
     def in_effect(self) -> tuple[str, ...]:
         """The remedies in effect, in the order in which they were taken; not what could not be done."""
         return tuple(effect.name for effect in self._in_effect if effect.taken.is_done)
+
+    @property
+    def _is_lost(self) -> bool:
+        return self.lost_since is not None
 
     @property
     def keeps_out_non_finite(self) -> bool:
@@ -165,7 +170,7 @@ class Course:
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
-        self._num_dropped_in_a_row, self._is_lost = in_a_row, False
+        self._num_dropped_in_a_row, self.lost_since = in_a_row, None
         for name, what in noted.items():
             remedies[name].recall(what)
         self._resume()
@@ -194,7 +199,7 @@ class Course:
         self.let_go()
         self._judge = self._make_judge()
         self._num_dropped_in_a_row = 0
-        self._is_lost = False
+        self.lost_since = None
 
     def let_go(self) -> None:
         """Let go of all remedies, the newest first."""
@@ -237,7 +242,8 @@ class Course:
         ours = self._left_out(worker)
         place, rung, told = None, None, ""
         if excess.is_first:
-            was_lost, self._is_lost = self._is_lost, not excess.is_finite and is_lost()
+            was_lost, is_now = self._is_lost, not excess.is_finite and is_lost()
+            self.lost_since = None if not is_now else self.lost_since if was_lost else self._step
             told = f"; {self._words_of_loss()}" if self._is_lost and not was_lost else ""
             place = None if ours is not None else self._to_do_anew(excess)
         if not self._in_effect or (place is not None and self._is_to_begin(excess, self._in_effect[place])):
@@ -251,7 +257,7 @@ class Course:
             num_went_back = self.num_went_back
             self._act(rung, worker, place)
             if self.num_went_back > num_went_back:  # to what is finite, as far as is known
-                self._is_lost, told = False, ""
+                self.lost_since, told = None, ""
         effect = ours or self._in_effect[-1 if place is None else place]
         is_done = effect.taken.is_done
         has_acted = rung is not None and (is_done or place is None)  # that it failed once more is no news

@@ -185,6 +185,7 @@ class AsyncTrainingMonitor:
                 self._judge_step,
                 forget=self._forget,
                 was_set=self._was_set,
+                lost_since=self._lost_since,
                 keep=self.state_dict,
                 bring=self.load_state_dict,
                 scaler=grad_scaler,
@@ -440,6 +441,10 @@ class AsyncTrainingMonitor:
         """Hear that a trainer has set an attribute of a thing's anew: a remedy that had set it has ended."""
         with self._lock:
             self._course.was_set(thing, name)
+
+    def _lost_since(self) -> int | None:
+        """Tell since which step parameters are not finite, as far as was seen."""
+        return self._course.lost_since
 
     # ------------------------------------------------------------------ inside
 

@@ -72,6 +72,25 @@ def test_what_only_the_last_step_has_ruined_is_told_of_at_the_end(kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_where_a_monitor_drops_all_since_the_step_that_met_such_parameters_is_known(kind, tmp_path, caplog):
+    model = net()
+
+    def loss_fn(outputs, targets, num=[0]):  # noqa: B006  counts the calls
+        num[0] += 1
+        if num[0] == 8:
+            nn.init.constant_(model[0].weight, math.nan)  # which the next batch meets
+        return nn.functional.cross_entropy(outputs, targets)
+
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5):
+        history = train(kind, model, tmp_path, loss_fn)
+    assert (history.steps, history.skipped, history.first_non_finite) == (20, 12, 9)
+    said = warned(caplog)[-1]
+    assert "training has ended at step 20, and parameters are not finite since step 9, 0.weight" in said
+    assert "remediation_strategy='reject'" not in said
+    assert 'put "rollback" behind its remedies' in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_where_all_is_finite_nothing_is_said(kind, tmp_path, caplog):
     assert train(kind, net(), tmp_path, Loss()).first_non_finite is None
     assert warned(caplog) == []
