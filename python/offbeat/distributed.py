@@ -2,7 +2,12 @@
 
 import atexit
 import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from offbeat import log
 from offbeat.checks import Faults, refuse, seconds
@@ -15,6 +20,17 @@ __all__ = ["BACKENDS", "init_distributed"]
 
 BACKENDS = ("tcp", "gloo", "nccl")
 """Offbeat's own transport, and the process groups of torch that Offbeat can use."""
+
+Store = Any
+"""A `torch.distributed.Store`, which torch's own types do not tell of."""
+
+HEARD_WITHIN_S = 5.0
+"""How long rank 0 stays for the others to read in its store why there is no group."""
+LOOK_S = 0.05
+"""From one look whether they have to the next."""
+
+_num_made = 0
+"""Groups that this process has made, as all others have: a launcher's store still has what was said then."""
 
 
 @known_keywords
@@ -52,7 +68,8 @@ def init_distributed(
         ConfigError: If a value cannot be used, if the environment says only half, or if ``"nccl"`` is asked
             for where torch has no CUDA device, or too few.
         StateError: If torch has a process group already that is another one than is asked for.
-        ConnectError: If no process group came about: the others did not come, or the port is taken.
+        ConnectError: If no process group came about: the others did not come, the port is taken, or
+            processes say different world sizes, which then is told in all of them.
 
     Example:
         >>> rank, world_size = offbeat.init_distributed()
@@ -137,8 +154,10 @@ def _device_of(local_rank: int, num_devices: int) -> int:
 
 
 def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
+    global _num_made  # noqa: PLW0603  there is one process
     from torch import distributed
     from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+    from torch.distributed.rendezvous import rendezvous
 
     host, port = meeting_place(os.environ, place)
     if host is None:
@@ -150,20 +169,21 @@ def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
     # Of what torchrun sets torch knows more than the address: whether its agent listens there already.
     is_environs = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
     usual = (default_pg_nccl_timeout if backend == "nccl" else None) or default_pg_timeout
-    most_s = (usual if timeout is None else timeout).total_seconds()
+    most = usual if timeout is None else timeout
     text = (
         f"process {place.rank} of {place.world_size} has waited {LONG_S:g} s at {where} for the others of "
-        f"the process group, and does so up to {most_s:g} s (timeout_s): is every rank started, with the "
-        f"same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+        f"the process group, and does so up to {most.total_seconds():g} s (timeout_s): is every "
+        f"rank started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
     )
     try:
         with telling(text, after_s=LONG_S):
+            # Of 1: rank 0 would wait there for as many as it says, and not hear that others say otherwise.
+            url = "env://" if is_environs else f"tcp://{where}"
+            store, _, _ = next(rendezvous(url, place.rank, 1, timeout=most))
+            store.set_timeout(most)
+            _see_that_all_say_the_same(store, place, most)
             distributed.init_process_group(
-                backend,
-                init_method="env://" if is_environs else f"tcp://{where}",
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timeout,
+                backend, store=store, rank=place.rank, world_size=place.world_size, timeout=most
             )
     except (RuntimeError, ValueError) as error:
         cause = str(error).partition("\n")[0]
@@ -174,6 +194,72 @@ def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
             f"and does "
             f"rank 0's machine take connections there?"
         ) from error
+    _num_made += 1
+
+
+def _see_that_all_say_the_same(store: Store, place: Place, timeout: timedelta) -> None:
+    """See that all processes say that there are as many: torch would wait for ever for one that never comes.
+
+    Rank 0 reads what each says, and writes what it found: all wait for that, as they would for the group.
+
+    Raises:
+        ConnectError: If they do not, in all of them.
+        RuntimeError: If one has not said it in time.
+    """
+    own, until_s = place.world_size, time.monotonic() + timeout.total_seconds()
+    prefix = f"offbeat/init/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_num_made}"
+
+    def said(key: object) -> list[int]:
+        store.wait([f"{prefix}/{key}"], timedelta(seconds=max(until_s - time.monotonic(), LOOK_S)))
+        return [int(word) for word in store.get(f"{prefix}/{key}").split()]
+
+    key, value = f"{prefix}/{place.rank}", f"{own} {os.getpid()}"
+    before = store.compare_set(key, "", value).decode().split()[1]
+    if before != str(os.getpid()):
+        log.warn(
+            f"there has been another process {place.rank}, of pid {before}: if it has not ended, give each "
+            f"process a RANK of its own"
+        )
+    store.set(key, value)  # also over what is of a process that has ended
+    if place.rank == 0:
+        other, theirs = _odd_one(own, lambda rank: said(rank)[0])
+        store.set(f"{prefix}/found", f"{other} {theirs}")
+    else:
+        other, theirs = 0, said(0)[0]
+        if theirs == own:
+            other, theirs = said("found")
+    if theirs == own:
+        return
+    _let_others_hear(store, f"{prefix}/heard", min(own, theirs), stays=place.rank == 0)
+    raise ConnectError(
+        f"process {other} says WORLD_SIZE {theirs}, and this one {own}: this is process {place.rank}, by "
+        f"{place.told_by}; start all with the same"
+    )
+
+
+def _odd_one(own: int, said: Callable[[int], int]) -> tuple[int, int]:
+    """Give the first that says another size than rank 0, and that size; rank 0, where nobody does.
+
+    Raises:
+        RuntimeError: If one does not come in time.
+    """
+    for rank in range(own):
+        try:
+            theirs = said(rank)
+        except RuntimeError as error:
+            raise RuntimeError(f"process {rank} has not come") from error
+        if theirs != own:
+            return rank, theirs
+    return 0, own
+
+
+def _let_others_hear(store: Store, key: str, num: int, *, stays: bool) -> None:
+    """Count this process among those that know; who `stays` has the store, which others are to read first."""
+    until_s, never = time.monotonic() + HEARD_WITHIN_S, threading.Event()
+    with suppress(RuntimeError):  # rank 0 may be gone by now
+        store.add(key, 1)
+        while stays and store.add(key, 0) < num and time.monotonic() < until_s:
+            never.wait(LOOK_S)
 
 
 def _in_the_group_there_is(backend: str, place: Place | None) -> tuple[int, int]:

@@ -21,6 +21,7 @@ __all__ = [
     "NonFiniteError",
     "OffbeatError",
     "OffbeatTimeoutError",
+    "OtherTermsError",
     "ProtocolError",
     "RejectedError",
     "ServerClosedError",
@@ -124,6 +125,10 @@ class ForkedError(OffbeatError, RuntimeError):
 
 class StateError(OffbeatError, RuntimeError):
     """The call makes no sense yet, or no longer: the message says what has to come first."""
+
+
+class OtherTermsError(StateError):
+    """Those at the server average otherwise than this member: the message says in what, and what to do."""
 
 
 class RejectedError(OffbeatError, RuntimeError):

@@ -25,7 +25,7 @@ from offbeat.accumulator.settings import (
     size_faults,
     steps_of,
 )
-from offbeat.accumulator.sizes import Sizes, words_of_other
+from offbeat.accumulator.sizes import Sizes, others_of, warn_of_target, words_of_other
 from offbeat.accumulator.state import check_model, check_state, tell_of_steps, total_of_state, total_state
 from offbeat.accumulator.unflushed import Unflushed
 from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates, kept_in
@@ -226,6 +226,7 @@ class AsyncGradientAccumulator:
             if group is None or size == 1
             else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
         )
+        self._others = self._others_of(base_batch_size)
         self._window = Window(
             self._parameters,
             are_means=are_means,
@@ -353,9 +354,11 @@ class AsyncGradientAccumulator:
         where micro-batches turned out to be of another, by the mean of this member's in its newest window.
         Else those of the newest update, 0 before the first.
         """
-        if self._sizes.usual is not None:
-            return round(self._sizes.usual * self.accumulation_steps * self._members.size)
-        return self._samples
+        usual = self._sizes.usual
+        if usual is None:
+            return self._samples
+        others = usual * (self._members.size - 1) if self._others is None else self._others
+        return round((usual + others) * self.accumulation_steps)
 
     def agree(self, value: object) -> bool:
         """Tell in all members whether a value, as JSON can have it, is the same in all.
@@ -599,7 +602,12 @@ class AsyncGradientAccumulator:
             if self._sizes.see(samples):
                 steps, really = self.accumulation_steps, self.effective_batch_size
                 whole = self._target_batch_size, self._members.size
-                log.warn(words_of_other(self._sizes.told, samples, *whole, steps=steps, really=really))
+                are_alike = self._others is None
+                log.warn(
+                    words_of_other(
+                        self._sizes.told, samples, *whole, steps=steps, really=really, are_alike=are_alike
+                    )
+                )
             if self._meter is not None:
                 self._meter.work(began_s)
             if self._window.batches >= self.accumulation_steps:
@@ -735,6 +743,12 @@ class AsyncGradientAccumulator:
             "waits until the others call it again, too"
         )
         (log.warn if self._flushed == "raised" else log.info)(text)
+
+    def _others_of(self, base: int | None) -> float | None:
+        """Hear what others bring to an update for each micro-batch here, and tell what it is of in all."""
+        brought = self._members.gathered((self._most, base))
+        warn_of_target(self._target_batch_size, brought, self._members.rank)
+        return others_of(brought, self._members.rank)
 
     def _tell_made(self, *, is_late: bool) -> None:
         late = "one window late, behind the next one's work" if is_late else "at the end of its window"

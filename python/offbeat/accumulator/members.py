@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -30,6 +30,7 @@ from offbeat.local.sums import Sums
 
 __all__ = ["Alone", "Group", "Members", "Total"]
 
+T = TypeVar("T")
 
 Settings = Mapping[str, object]
 """As JSON can have them, by names for people."""
@@ -107,6 +108,9 @@ class Members(Protocol):
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value is the same in all; no sum is under way then."""
 
+    def gathered(self, value: T) -> list[T]:
+        """Give what each member has, as JSON can have it, by rank; no sum is under way then."""
+
     def end(self, buffers: Mapping[str, torch.Tensor], samples: int) -> None:
         """Make the buffers of all members alike, by name; this one's have seen so many samples."""
 
@@ -166,6 +170,10 @@ class Alone:
         """It is."""
         del value
         return True
+
+    def gathered(self, value: T) -> list[T]:
+        """Give this one's."""
+        return [value]
 
     def end(self, buffers: Mapping[str, torch.Tensor], samples: int) -> None:
         """Leave them."""
@@ -313,6 +321,15 @@ class Group:
         """
         with self._sums.together() as group:
             return is_alike(group, value, self._device)
+
+    def gathered(self, value: T) -> list[T]:
+        """Give what each member has, in all of them; what is alike travels as a digest.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        with self._sums.together() as group:
+            return [value] * self.size if is_alike(group, value, self._device) else gathered(group, value)
 
     def end(self, buffers: Mapping[str, torch.Tensor], samples: int) -> None:
         """Give buffers that differ their mean over members; see `make_alike`.

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat import log
 from offbeat.checks import at_least_one, functions
 from offbeat.errors import ConfigError
 
@@ -31,14 +30,7 @@ def steps_of(steps: int | None, base: int | None, target: int | None, num_member
         return steps
     assert base is not None  # noqa: S101  `size_faults` has seen to it
     assert target is not None  # noqa: S101
-    steps = math.ceil(target / (base * num_members))
-    if (made := steps * base * num_members) != target:
-        log.warn(
-            f"target_batch_size is {target}, and an update is of {made} samples: {steps} micro-batches "
-            f"of {base} "
-            f"of {num_members} members"
-        )
-    return steps
+    return math.ceil(target / (base * num_members))
 
 
 def count_of(given: object) -> float:

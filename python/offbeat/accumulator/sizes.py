@@ -1,8 +1,14 @@
 """How many samples micro-batches really have, where something was said of it."""
 
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Sizes", "words_of_other"]
+from offbeat import log
+
+__all__ = ["Brought", "Sizes", "others_of", "warn_of_target", "words_of_other"]
+
+Brought = tuple[int, int | None]
+"""Of a member, the micro-batches in an update, and the samples in each as it said."""
 
 
 class Sizes:
@@ -50,7 +56,14 @@ class Sizes:
 
 
 def words_of_other(
-    told: int | None, samples: int, target: int | None, num_members: int, *, steps: int, really: int
+    told: int | None,
+    samples: int,
+    target: int | None,
+    num_members: int,
+    *,
+    steps: int,
+    really: int,
+    are_alike: bool,
 ) -> str:
     """Say that micro-batches are of another size than was told, and what to do.
 
@@ -61,8 +74,11 @@ def words_of_other(
         num_members: That make an update.
         steps: Micro-batches of each in it.
         really: Samples in it.
+        are_alike: All members bring as much.
     """
     of_members = f" of {num_members} members" if num_members > 1 else ""
+    if not are_alike:
+        of_members = f", and what {num_members - 1} other member(s) bring"
     remedy = f"load batches of {told}"
     if target is None or samples <= target:
         remedy = f"give base_batch_size={samples}, or {remedy}"
@@ -71,3 +87,39 @@ def words_of_other(
         f"base_batch_size is {told}, and micro-batches are of {samples} samples: an update is of "
         f"{steps} of them{of_members}, so of {really} samples{asked}: {remedy}"
     )
+
+
+def others_of(brought: Sequence[Brought], rank: int) -> float | None:
+    """Give how many samples all others bring for each micro-batch of this member.
+
+    Args:
+        brought: By each member.
+        rank: This one's.
+
+    Returns:
+        None where all bring as much, so that this one's size stands for all, or one said no size.
+    """
+    if len(set(brought)) == 1 or (samples := _samples_of(brought)) is None:
+        return None
+    steps, base = brought[rank]
+    return samples / steps - (base or 0)
+
+
+def warn_of_target(target: int | None, brought: Sequence[Brought], rank: int) -> None:
+    """Tell where an update is not of `target_batch_size`, which is rounded up to whole micro-batches."""
+    if target is None or (made := _samples_of(brought)) in {target, None}:
+        return
+    steps, base = brought[rank]
+    others = f" of {len(brought)} members"
+    if len(set(brought)) > 1:
+        others = f" of member {rank}, and what {len(brought) - 1} other member(s) bring"
+    log.warn(
+        f"target_batch_size is {target}, and an update is of {made} samples: {steps} micro-batches of {base}"
+        f"{others}"
+    )
+
+
+def _samples_of(brought: Sequence[Brought]) -> int | None:
+    """Give the samples in an update; None where a member said no size."""
+    each = [steps * base for steps, base in brought if base is not None]
+    return sum(each) if len(each) == len(brought) else None

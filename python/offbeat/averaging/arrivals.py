@@ -77,7 +77,7 @@ class Arrivals(Served):
         *,
         num_expected: int,
         method: DiLoCo,
-        ask: Callable[[], Mapping[str, Any]],
+        ask: Callable[..., Mapping[str, Any]],
     ) -> None:
         """Begin with the server's parameters; bring this model, and the outer step, where it has none.
 

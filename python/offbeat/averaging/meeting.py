@@ -189,9 +189,9 @@ class Meeting:
                 contribution="gradient" if self.is_asynchronous else "delta",
             )
 
-        def ask() -> dict[str, Any]:
+        def ask(tries_s: float = ASK_S) -> dict[str, Any]:
             token = self.token or os.environ.get("OFFBEAT_TOKEN") or None
-            status: dict[str, Any] = json.loads(fetch_status(address, token, ASK_S))
+            status: dict[str, Any] = json.loads(fetch_status(address, token, tries_s))
             return status
 
         buffers, num = Statistics(model).buffers(), place.world_size

@@ -14,7 +14,7 @@ from torch import distributed
 from offbeat import log
 from offbeat.averaging.methods import worded
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
-from offbeat.errors import ConnectionLostError, StateError
+from offbeat.errors import ConnectionLostError
 from offbeat.local.flat import Flat
 from offbeat.local.group import (
     begin_alike,
@@ -34,7 +34,6 @@ __all__ = [
     "Group",
     "Heard",
     "Members",
-    "OtherTermsError",
     "Said",
     "differing_terms",
     "terms_of",
@@ -171,6 +170,9 @@ class Members(Protocol):
     def away(self) -> str | None:
         """Why the server could not be reached when that was tried last; None: it could, or there is none."""
 
+    def sought(self) -> str | None:
+        """Look anew, and give as `away` why the server cannot be reached, where a round waits for it."""
+
     def partner(self, number: int) -> int | None:
         """Say whom this member meets in a round of twos; None: nobody."""
 
@@ -234,6 +236,9 @@ class Alone:
 
     def __init__(self) -> None:
         self._said: Said | None = None
+
+    def sought(self) -> None:
+        """There is none."""
 
     def partner(self, number: int) -> int | None:
         """Nobody."""
@@ -362,6 +367,9 @@ class Group:
         self._values: Flat = {}
         self._facts = self._statistics = torch.empty(0)
         self._said: Said | None = None
+
+    def sought(self) -> None:
+        """There is none."""
 
     def partner(self, number: int) -> int | None:
         """Look it up in the round's matching."""
@@ -552,10 +560,6 @@ def worded_terms(terms: str) -> str:
         return terms
     trained = named.pop(TRAINED)
     return f"{', '.join(f'{name}={value}' for name, value in named.items())}, {trained} parameters trained"
-
-
-class OtherTermsError(StateError):
-    """Those at the server average otherwise."""
 
 
 def differing_terms(own: str, theirs: str) -> str:

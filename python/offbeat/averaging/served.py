@@ -12,7 +12,7 @@ from offbeat import log, process
 from offbeat.averaging import waiting
 from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
-from offbeat.averaging.members import Heard, OtherTermsError, Said, differing_terms, worded_terms
+from offbeat.averaging.members import Heard, Said, differing_terms, worded_terms
 from offbeat.averaging.presence import LOST, Connect, Presence
 from offbeat.averaging.unbearable import for_a_mean
 from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, telling
@@ -20,9 +20,11 @@ from offbeat.checks import refuse
 from offbeat.client import Client
 from offbeat.errors import (
     ClosedError,
+    ConnectError,
     NonFiniteError,
     OffbeatError,
     OffbeatTimeoutError,
+    OtherTermsError,
     UnsupportedTensorError,
 )
 from offbeat.local.flat import PIECE, Flat, slices
@@ -40,6 +42,9 @@ NOWHERE = -1, -1
 REREAD = ("server_rolled_back", "slept")
 """Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
 started again in between, or had given up the member, which stood still."""
+
+SEEK_S = 0.5
+"""How long training stands still, once, to see whether the server of a round that takes long is there."""
 
 
 class Served:
@@ -72,7 +77,7 @@ class Served:
         *,
         terms: str,
         num_expected: int,
-        ask: Callable[[], Mapping[str, Any]],
+        ask: Callable[..., Mapping[str, Any]],
     ) -> None:
         """Begin with the server's mean; bring this model where it has none.
 
@@ -130,6 +135,17 @@ class Served:
     def away(self) -> str | None:
         """How the newest try to reach the server has failed; None: it has not."""
         return self._presence.away
+
+    def sought(self) -> str | None:
+        """Ask the server, where a round still holds it for there: its client may be coming back to it."""
+        if self.away is None:
+            try:
+                self._ask(SEEK_S)
+            except ConnectError as error:
+                return str(error)
+            except OffbeatError:  # it takes connections
+                pass
+        return self.away
 
     @property
     def has_just_lost_it(self) -> bool:

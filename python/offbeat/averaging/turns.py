@@ -272,7 +272,7 @@ class Turns:
             passed = course.seconds_since_begin
             done = f"has trained for {passed:.3g} s"
         policy = str(pace.setting()[0])
-        self.unshared.look_behind(passed / pace.every, done, policy=policy, away=self.members.away)
+        self.unshared.look_behind(passed / pace.every, done, policy=policy, seek=self.members.sought)
 
     def _is_to_end(self) -> bool:
         overlap = self.timing.overlap

@@ -1,6 +1,7 @@
 """What a member has learnt and not brought to the others: it may fall behind, or be forgotten at the end."""
 
 import os
+from collections.abc import Callable
 
 from offbeat import log, process
 from offbeat.forgotten import warn_of_forgotten as _warn_of_forgotten
@@ -50,14 +51,14 @@ class Unshared:
         """Take note that what is left is accounted for; until the next iteration."""
         _open.discard(self)
 
-    def look_behind(self, times: float, done: str, *, policy: str, away: str | None) -> None:
+    def look_behind(self, times: float, done: str, *, policy: str, seek: Callable[[], str | None]) -> None:
         """Warn once of a round, at a server, that takes very long.
 
         Args:
             times: How many times the averaging frequency has passed since it began.
             done: What the member has done since then, in words.
             policy: By which it is time to average; with "adaptive" each member's frequency is its own.
-            away: How the server was not reached when it was tried last.
+            seek: Looks for the server, and gives how it was not reached.
         """
         if times < FAR or self._has_told:
             return
@@ -66,13 +67,10 @@ class Unshared:
             f"averaging is far behind: member {self._rank} {done} since its round began, {FAR} times "
             f"averaging_frequency, and it has not ended: "
         )
-        if away is not None:
+        if (away := seek()) is not None:
             log.warn(f"{text}the members' server is away, and is tried again: {away}")
             return
-        slower = (  # a client that is coming back to its server says so in the log, and nowhere else
-            "other members, or the server, are slower than this one's training, or the connection to the "
-            "server is lost, of which the log has a warning then"
-        )
+        slower = "other members, or the server, are slower than this one's training"
         if policy == "adaptive":
             log.warn(
                 f"{text}{slower}, or by their own adaptation_metric they average less often (at a server "

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from offbeat import log
-from offbeat.averaging.members import OtherTermsError
 from offbeat.averaging.methods import Method
-from offbeat.errors import StateError
+from offbeat.errors import OtherTermsError, StateError
 from offbeat.trainer.accumulated import Accumulated
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Served

@@ -1071,3 +1071,35 @@ def test_a_closed_one_has_given_back_its_group_and_takes_part_no_more():
     for (inside, after, again, last), updates in together(closes, 2):
         assert (inside, after, again, last) == (after + 1, after, after + 1, after)
         assert updates == 0, "a sum that was broken off is of nobody"
+
+
+def of_a_size(rank, bases, target):
+    """Make an update of micro-batches that are as large as was said, then one of others."""
+    with warned() as told:
+        ours = offbeat.AsyncGradientAccumulator(
+            model(), base_batch_size=bases[rank], target_batch_size=target, overlap=False
+        )
+        sizes = []
+        for size in (bases[rank], bases[rank] + (rank == 1)):
+            for _ in range(ours.accumulation_steps):
+                inputs, targets = torch.ones(size, 6), torch.zeros(size, dtype=torch.long)
+                ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+            sizes.append(ours.effective_batch_size)
+    ours.flush()
+    return told, sizes
+
+
+def test_members_of_unlike_micro_batches_say_what_an_update_is_of_in_all():
+    """They go by their own sizes, each its micro-batches; and one that brings others counts its own anew."""
+    bases, steps = (8, 40), (16, 4)  # of 256 in all: 128 and 160
+    first, second = together(of_a_size, 2, bases, 256)
+    for rank, (told, _) in enumerate((first, second)):
+        assert told[0] == (
+            f"target_batch_size is 256, and an update is of 288 samples: {steps[rank]} micro-batches of "
+            f"{bases[rank]} of member {rank}, and what 1 other member(s) bring"
+        )
+    assert first[1] == [288, 288]
+    assert second[1] == [288, 292]
+    assert len(first[0]) == 1
+    (odd,) = second[0][1:]
+    assert "an update is of 4 of them, and what 1 other member(s) bring, so of 292 samples, where" in odd

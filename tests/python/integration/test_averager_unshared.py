@@ -12,6 +12,7 @@ import torch
 
 import offbeat
 from offbeat import forgotten
+from offbeat._offbeat import fetch_status
 from support.averaging import model, step, warned
 from support.waiting import wait_for
 
@@ -139,7 +140,23 @@ def test_a_round_that_takes_ten_times_the_frequency_is_told_once(two):
         train(two[0], 30)
     assert [text.partition(": ")[0] for text in told] == ["averaging is far behind"]
     assert "member 0 has done 20 iterations since its round began, 10 times averaging_frequency" in told[0]
-    assert "or the connection to the server is lost, of which the log has a warning" in told[0]
+    assert "other members, or the server, are slower than this one's training; average less" in told[0]
+
+
+def test_a_round_that_takes_long_since_the_server_is_away_is_told_with_that_alone(monkeypatch):
+    """While the client of the round still waits for it, and no round has failed."""
+
+    def gone(tries_s):
+        return fetch_status("127.0.0.1:1", None, tries_s)
+
+    with two_members(averaging_frequency=2) as members, warned() as told:
+        train(members[0], 2 + 2)
+        assert members[0].is_under_way, "it waits for the other"
+        monkeypatch.setattr(members[0]._turns.members, "_ask", gone)
+        train(members[0], 10 * 2)
+    (behind,) = [text for text in told if text.startswith("averaging is far behind")]
+    assert "the members' server is away" in behind
+    assert "slower" not in behind
 
 
 def test_where_each_member_adapts_by_itself_a_round_that_takes_long_is_told_with_the_bounds_to_set():

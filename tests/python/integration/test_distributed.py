@@ -1,6 +1,7 @@
 """`init_distributed` in real processes, as torchrun starts them and alone."""
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -154,3 +155,63 @@ def test_others_that_do_not_come_are_told_with_place_and_remedy(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(ConnectError, match=rf"process 0 of 2 did not meet the others at 127.0.0.1:{port}: "):
         offbeat.init_distributed("gloo", rank=0, world_size=2, timeout_s=1)
+
+
+MEET = """
+import logging
+import torch
+import offbeat
+from offbeat.errors import ConnectError
+logging.basicConfig(format="%(message)s")
+try:
+    print(offbeat.init_distributed("gloo", timeout_s={timeout_s}), flush=True)
+except ConnectError as error:
+    print(error, flush=True)
+"""
+
+
+def _meet(tmp_path, *ranks_and_sizes, timeout_s=30):
+    """Let processes meet that say that they are of so many; give what each printed."""
+    script = tmp_path / "meet.py"
+    script.write_text(MEET.format(timeout_s=timeout_s))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    try:
+        for rank, size in ranks_and_sizes:
+            said = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, script],
+                    env=os.environ | place | said,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        return [one.communicate(timeout=60)[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sizes", [(3, 3, 4), (4, 3, 3), (3, 4, 3)])
+def test_who_says_another_world_size_is_named_in_all_before_torch_would_wait_for_ever(sizes, tmp_path):
+    told = _meet(tmp_path, *enumerate(sizes))
+    usual = 3
+    (odd,) = (rank for rank, size in enumerate(sizes) if size != usual)
+    for rank, text in enumerate(told):
+        # The odd one, and all others where rank 0 is it, hear of the first that says otherwise.
+        other, theirs = (0 if odd else 1, usual) if rank == odd else (odd, 4)
+        assert f"process {other} says WORLD_SIZE {theirs}, and this one {sizes[rank]}: " in text, told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_is_there_twice_is_told_and_who_does_not_come_is_named(tmp_path):
+    told = _meet(tmp_path, (0, 3), (1, 3), (1, 3), timeout_s=10)
+    assert ["there has been another process 1, of pid" in text for text in told].count(True) == 1
+    assert "process 0 of 3 did not meet the others" in told[0]
+    assert "process 2 has not come" in told[0]
