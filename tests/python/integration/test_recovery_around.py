@@ -27,6 +27,8 @@ from support.group import together
 
 pytestmark = pytest.mark.timeout(200)
 
+BATCH = torch.ones(8, 6), torch.arange(8) % 5
+
 STEPS = 25
 """Of batches, of which a pass has 12."""
 
@@ -558,6 +560,31 @@ def test_a_checkpoint_is_of_what_trained(tmp_path):
         train(lambda module: offbeat.AsyncModelAverager(module, method="diloco"))
     with pytest.raises(ConfigError, match='AsyncTrainer has its own: make it with amp="fp16"'):
         train(offbeat.AsyncTrainer, grad_scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("given", [{"scheduler_metric": "loss"}, {"validation": [BATCH]}])
+def test_a_plateau_around_a_worker_goes_by_what_it_measures(given, serve, tmp_path):
+    seen = []
+
+    class Seen(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics):
+            seen.append(metrics)
+            super().step(metrics)
+
+    with offbeat.AsyncWorker(serve(model()).address, model()) as worker:
+        live = torch.optim.SGD(worker.model.parameters(), lr=0.1)
+        history = FaultTolerantTrainer(worker, tmp_path).train(
+            dataloader=[BATCH],
+            epochs=3,
+            optimizer=live,
+            loss_fn=LOSS,
+            scheduler=Seen,
+            log_frequency=1,
+            **given,
+        )
+    told = history.validation or history.records
+    assert seen == [one.metrics["loss"] for one in told]
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("scheduler_step", ["epoch", "step"])
