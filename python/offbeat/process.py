@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar, NoReturn, SupportsIndex
 
 from offbeat import log
@@ -131,7 +132,11 @@ def _say_goodbye() -> None:
     failure = _failure()
     interrupt: BaseException | None = None
     live = sorted(_live, key=lambda thing: thing._exit_turn)  # noqa: SLF001  for this module alone
-    for end in [*_at_end, *(thing._at_exit for thing in live)]:  # noqa: SLF001
+    endings: list[Callable[[BaseException | None], None]] = [
+        *_at_end,
+        *(partial(_leave, one) for one in live),
+    ]
+    for end in endings:
         # Another thread may be in a call of it, say, or a second Ctrl-C come: the others are to be heard.
         try:
             end(failure)
@@ -143,6 +148,10 @@ def _say_goodbye() -> None:
                 end(failure)  # it may have come before a word was said
     if interrupt is not None:
         raise interrupt
+
+
+def _leave(thing: Live, failure: BaseException | None) -> None:
+    thing._at_exit(failure)  # noqa: SLF001  for this module alone
 
 
 def _failure() -> BaseException | None:

@@ -253,7 +253,8 @@ def test_every_error_has_an_exit_code():
     assert codes["ProtocolError"] == ExitCode.PROTOCOL
     # What has none of its own are faults of the program, not of what it was given.
     unexpected = {name for name, code in codes.items() if code == ExitCode.UNEXPECTED}
-    assert unexpected == {"OffbeatError", "ClosedError", "ForkedError", "StateError", "RejectedError"}
+    faults = {"OffbeatError", "ClosedError", "ForkedError", "StateError", "OtherTermsError", "RejectedError"}
+    assert unexpected == faults
 
 
 def test_an_error_that_nobody_foresaw_is_one_sentence_and_code_1(capsys, monkeypatch):

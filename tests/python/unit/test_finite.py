@@ -10,12 +10,15 @@ from torch import nn
 
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
+from offbeat.errors import NonFiniteError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
 from support.small_net import net
 
 BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 20
 KINDS = ["local", "average", "fault_tolerant", "around"]
+GO_ON = ["local", "fault_tolerant", "around"]
+"""Those that go on with parameters that are not finite, of which there would be no mean."""
 
 
 class Loss:
@@ -48,7 +51,7 @@ def warned(caplog):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GO_ON)
 def test_parameters_that_become_nan_are_told_of_once_with_the_step_and_the_remedy(kind, tmp_path, caplog):
     history = train(kind, net(), tmp_path, Loss(8))
     assert history.stopped == "epochs"
@@ -60,7 +63,12 @@ def test_parameters_that_become_nan_are_told_of_once_with_the_step_and_the_remed
     assert json.loads(history.to_json())["first_non_finite"] == 8
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_where_they_would_be_averaged_it_is_an_error(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"were not finite in iteration .*, nor any member's"):
+        train("average", net(), tmp_path, Loss(8))
+
+
+@pytest.mark.parametrize("kind", GO_ON)
 def test_what_only_the_last_step_has_ruined_is_told_of_at_the_end(kind, tmp_path, caplog):
     model = net()
     for parameter in model.parameters():  # the loss is finite, and its gradient is not
@@ -71,7 +79,7 @@ def test_what_only_the_last_step_has_ruined_is_told_of_at_the_end(kind, tmp_path
     assert "training has ended at step 1, and parameters are not finite" in said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GO_ON)
 def test_where_a_monitor_drops_all_since_the_step_that_met_such_parameters_is_known(kind, tmp_path, caplog):
     model = net()
 

@@ -72,8 +72,8 @@ def test_a_policy_by_name_takes_its_factor_and_bound_from_their_own_keywords():
         ("1.5m", {"seconds": 90.0}),
         ("5 m", {"seconds": 300.0}),
         ("1h", {"seconds": 3600.0}),
-        ("100", {"versions": 100}),
-        (str(2**63 - 1), {"versions": 2**63 - 1}),
+        (100, {"versions": 100}),
+        (2**63 - 1, {"versions": 2**63 - 1}),
     ],
 )
 def test_a_checkpoint_is_made_every_so_many_updates_or_so_often(tmp_path, given, every):
