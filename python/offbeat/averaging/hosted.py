@@ -1,6 +1,5 @@
 """The server that one member has started for all: it stays until they have ended, also without that one."""
 
-import os
 from typing import Self
 
 from offbeat import log, process
@@ -43,7 +42,7 @@ class Hosted(process.Live):
         server.start()
         self.address = server.address
         self._server: ParameterServer | None = server
-        self._pid = os.getpid()
+        self._origin = process.Origin(type(self).__name__)
         _kept.add(self)
         process.register(self)
 
@@ -60,7 +59,7 @@ class Hosted(process.Live):
 
     def is_at(self, port: int) -> bool:
         """Whether it is this process's, and no parent's, and has this port."""
-        return self._pid == os.getpid() and int(self.address.rpartition(":")[2]) == port
+        return self._origin.is_here and int(self.address.rpartition(":")[2]) == port
 
     def stop(self) -> None:
         """Stop it, once all members have said goodbye; stopping twice is fine."""

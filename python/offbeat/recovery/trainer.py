@@ -184,7 +184,7 @@ class FaultTolerantTrainer:
         self._delays = Delays()
         self._stop = Stop()
         self._way_back: WayBack | None = None  # inside `train`, where there is one
-        self._run: Run | None = None  # the newest
+        self._run: Run | None = None  # inside `train`
 
     @known_keywords
     def train(
@@ -349,20 +349,21 @@ class FaultTolerantTrainer:
             stack.enter_context(_end_noted(account.history))
             stack.enter_context(self._stop.training())
             stack.enter_context(self._going_back(trainee, saver))
-            self._run = Run(
-                plan,
-                trainee=trainee,
-                data=data,
-                account=account,
-                saver=saver,
-                way_back=self._way_back,
-                terminated=terminated,
-                stop=self._stop,
-                resumed=rest,
-                again=Again.of(None if found is None else found.manifest),
-                is_validation_due=found is not None and found.manifest.is_validation_due,
+            self._make(
+                Run(
+                    plan,
+                    trainee=trainee,
+                    data=data,
+                    account=account,
+                    saver=saver,
+                    way_back=self._way_back,
+                    terminated=terminated,
+                    stop=self._stop,
+                    resumed=rest,
+                    again=Again.of(None if found is None else found.manifest),
+                    is_validation_due=found is not None and found.manifest.is_validation_due,
+                )
             )
-            self._run.run()
         return self.history
 
     def stop(self, reason: str | None = None) -> None:
@@ -445,7 +446,7 @@ class FaultTolerantTrainer:
 
     @property
     def began_step(self) -> int:
-        """Steps that there were as the newest batch was begun, whose loss is of the values of then."""
+        """Steps that there were as `train` began its newest batch: its loss is of the values of then."""
         return 0 if self._run is None else self._run.began_step
 
     @overload
@@ -624,6 +625,14 @@ class FaultTolerantTrainer:
             # Which checkpoints there are is where a rollback may lead.
             waits=self._is_deterministic and self._every.count is not None and can_go_back,
         )
+
+    def _make(self, run: Run) -> None:
+        """Train to its end, and let go of it then, and so of a loader's workers."""
+        self._run = run
+        try:
+            run.run()
+        finally:
+            self._run = None
 
     def _note(self, found: Found | None, account: Account, trainee: Trainee) -> None:
         """Tell what this life goes on from; the next in this process goes on from what it leaves."""
