@@ -12,7 +12,7 @@ from typing import Any
 from offbeat import log
 from offbeat.checks import Faults, refuse, seconds
 from offbeat.errors import ConfigError, ConnectError, StateError
-from offbeat.launchers import Place, find, meeting_place, overlooked
+from offbeat.launchers import Place, find, has_agents_store, meeting_place, overlooked
 from offbeat.naming import known_keywords
 from offbeat.telling import LONG_S, telling
 
@@ -28,9 +28,6 @@ HEARD_WITHIN_S = 5.0
 """How long rank 0 stays for the others to read in its store why there is no group."""
 LOOK_S = 0.05
 """From one look whether they have to the next."""
-
-_num_made = 0
-"""Groups that this process has made, as all others have: a launcher's store still has what was said then."""
 
 
 @known_keywords
@@ -154,7 +151,6 @@ def _device_of(local_rank: int, num_devices: int) -> int:
 
 
 def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
-    global _num_made  # noqa: PLW0603  there is one process
     from torch import distributed
     from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
@@ -194,7 +190,6 @@ def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
             f"and does "
             f"rank 0's machine take connections there?"
         ) from error
-    _num_made += 1
 
 
 def _see_that_all_say_the_same(store: Store, place: Place, timeout: timedelta) -> None:
@@ -207,7 +202,7 @@ def _see_that_all_say_the_same(store: Store, place: Place, timeout: timedelta) -
         RuntimeError: If one has not said it in time.
     """
     own, until_s = place.world_size, time.monotonic() + timeout.total_seconds()
-    prefix = f"offbeat/init/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_num_made}"
+    prefix = f"offbeat/init/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def said(key: object) -> list[int]:
         store.wait([f"{prefix}/{key}"], timedelta(seconds=max(until_s - time.monotonic(), LOOK_S)))
@@ -229,6 +224,10 @@ def _see_that_all_say_the_same(store: Store, place: Place, timeout: timedelta) -
         if theirs == own:
             other, theirs = said("found")
     if theirs == own:
+        # A launcher's store outlasts the group: the next one is not to read what was said for this one.
+        if has_agents_store(os.environ) and store.add(f"{prefix}/heard", 1) == own:
+            for name in ("found", "heard", *range(own)):
+                store.delete_key(f"{prefix}/{name}")
         return
     _let_others_hear(store, f"{prefix}/heard", min(own, theirs), stays=place.rank == 0)
     raise ConnectError(
