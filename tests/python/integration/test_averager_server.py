@@ -960,3 +960,18 @@ def test_a_server_in_whose_place_something_silent_is_pauses_averaging_too(monkey
             ours.step(step(trained, live, 0, number))
     assert (ours.iterations, ours.averaging_round) == (4, 0)
     ours.close()
+
+
+def test_a_server_that_stays_away_is_told_of_ever_more_rarely(monkeypatch):
+    """Each round tries it again, for seconds: training for a night would fill the log."""
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.1)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 2.5)
+    counter = Counter()
+    with warned() as told:
+        with offbeat.ParameterServer(transaction="model") as server:
+            ours = at(server.address, counter.model, 0, 1, averaging_frequency=1, overlap=False)
+            counter.train(ours, 2)
+        counter.train(ours, 5)
+        ours.close()
+    absent = [text for text in told if text.startswith("no server at ")]
+    assert len(absent) == 3, "of the tries number 1, 2 and 4"

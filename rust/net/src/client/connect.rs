@@ -11,11 +11,13 @@ use offbeat_core::wire::Kind;
 use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
 use offbeat_core::wire::message::{Attach, Call, Join, Joined, Purpose, Reply};
 use socket2::{SockRef, TcpKeepalive};
+use std::collections::HashMap;
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tracing::warn;
+use tracing::{debug, warn};
 
 /// As long as can be; a time that far ahead is still a time.
 const ENDLESS: Duration = Duration::from_secs(1 << 30);
@@ -26,6 +28,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// After so long without a server it is said that there is none yet: who waits wants to know for what.
 const SILENT: Duration = Duration::from_secs(1);
+/// How often that was to be said of an address since there was a server: one that is tried again and again for hours is
+/// told of at doubling distances, and logged as debug between.
+static ABSENT: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
 /// A peer that vanished without a word is noticed after idle + retries × interval, where nothing is on its way to it.
 const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
     .with_time(Duration::from_secs(10))
@@ -35,6 +40,20 @@ const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
 /// heartbeats may stay without an acknowledgement. On the control connection alone: a server that only stands still
 /// (stopped, moved to another host) acknowledges heartbeats, but has no room for a push, which would count too.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(20);
+
+/// Counts one more call that found no server there.
+fn count_absent(address: &str) -> u64 {
+    let mut all = ABSENT.lock().unwrap_or_else(PoisonError::into_inner);
+    let num = all.get_or_insert_default().entry(address.to_owned()).or_default();
+    *num += 1;
+    *num
+}
+
+fn forget_absent(address: &str) {
+    if let Some(all) = ABSENT.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        all.remove(address);
+    }
+}
 
 /// What a connection begins with, after the handshake.
 #[derive(Debug)]
@@ -85,7 +104,10 @@ impl Target {
             let tried_at = Instant::now();
             let left = limit.saturating_sub(begun.elapsed()).max(PAUSES.0);
             let failure = match self.attempt(opening, left).await {
-                Ok(opened) => return Ok(opened),
+                Ok(opened) => {
+                    forget_absent(&self.address);
+                    return Ok(opened);
+                }
                 Err(failure) => failure.unless_final(was_there)?,
             };
             was_there |= failure.accepted();
@@ -114,7 +136,11 @@ impl Target {
                     ENDLESS => "until there is one".to_owned(),
                     _ => format!("for up to {:.0} s", limit.as_secs_f64()),
                 };
-                warn!("no server at {address} yet ({failure}); trying {until}");
+                if count_absent(address).is_power_of_two() {
+                    warn!("no server at {address} yet ({failure}); trying {until}");
+                } else {
+                    debug!("no server at {address} yet ({failure}); trying {until}");
+                }
             }
             // Workers that lost one server must not come back in step.
             let jitter = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 255.0);
