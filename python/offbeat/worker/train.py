@@ -8,7 +8,7 @@ import torch
 
 from offbeat import trained_by
 from offbeat.history import History
-from offbeat.local.batches import MAKE_PAIRS, Epochs, Given, count, moved, split
+from offbeat.local.batches import MAKE_PAIRS, Epochs, Given, check_any, count, moved, split
 from offbeat.local.log_lines import LogLines
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, wake
 from offbeat.local.progress import Progress
@@ -154,6 +154,7 @@ class _Loop:
         plan = self._plan
         inputs, targets = split(batch, instead=f"{MAKE_PAIRS}; {OWN_LOOP}")
         samples = count(inputs, targets, instead=OWN_LOOP)
+        check_any(samples)
         inputs, targets = moved(inputs, self._device), moved(targets, self._device)
         outputs = self._link.binding.module(inputs)
         loss = plan.loss_fn(outputs, targets)

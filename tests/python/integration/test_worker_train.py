@@ -303,6 +303,16 @@ def test_another_kind_of_batch_raises_and_shows_the_loop_of_one_s_own(train):
         train(dataloader=[(torch.zeros(2, 4), torch.zeros(2), torch.zeros(2))])
 
 
+def test_a_batch_without_a_sample_is_refused_before_it_trains(serve, join):
+    server = serve(net())
+    worker = join(server)
+    loader = [tuple(dataset(6).tensors), (torch.empty(0, 4), torch.empty(0).long())]
+    with pytest.raises(ConfigError, match=r"the batch has no sample.*drop_last"):
+        worker.train(dataloader=loader, epochs=1, loss_fn=LOSS, optimizer=SPEC, progress=False)
+    assert server.status()["version"] == 1
+    assert all(p.isfinite().all() for p in worker.model.parameters())
+
+
 def test_a_loss_that_is_no_scalar_is_refused(train):
     with pytest.raises(ConfigError, match=r"loss_fn gave a tensor of shape \[6\]"):
         train(dataloader=[tuple(dataset(6).tensors)], loss_fn=nn.CrossEntropyLoss(reduction="none"))
