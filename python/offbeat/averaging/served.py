@@ -453,8 +453,12 @@ class Served:
         client = self._presence.met()
         former = self._presence.former_names()
         is_at_work |= bool(former)
+        num_wanted = 1 if is_at_work else self._company.num_at_end(client.status()["workers"])
         with self._company.telling_whom_it_misses(client, is_at_work=is_at_work):
-            entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+            entered = client.enter(
+                weight, at_work=is_at_work, at_least=num_wanted, terms=self._terms, wish=wish
+            )
+        self._company.tell_who_did_not_come(entered, num_wanted)
         self._presence.leave_as(former)
         was_away = self._presence.take_part()
         if self._company.is_known and not was_away:  # else it is told of what was lost in between

@@ -563,3 +563,36 @@ def test_one_that_joins_begins_with_the_mean_and_no_velocity_and_comes_to_where_
     assert apart[-1] < apart[0] / 500, "for want of what the others had kept"
     for averager in (stays, joins):
         averager.close()
+
+
+def test_those_who_end_do_so_with_one_that_has_just_come_and_was_in_no_round(server):
+    first, second = Member(server), Member(server)
+    acquainted(server, first, second)
+    late = Member(server)
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(one.averager.flush) for one in (first, second)]
+        until_entered(server, 2)
+        for number in range(3):
+            late.train(number)
+        late.averager.flush()
+        for one in ended:
+            one.result(timeout=AT_ONCE_S)
+    held = [torch.cat([p.flatten() for p in one.model.parameters()]) for one in (first, second, late)]
+    assert torch.equal(held[0], held[1])
+    assert torch.equal(held[0], held[2])
+    assert [one.averager.world_size for one in (first, second, late)] == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_who_has_come_and_trains_nothing_is_waited_for_at_the_end_for_a_moment_and_once(server):
+    first, second = Member(server), Member(server)
+    acquainted(server, first, second)
+    idle = Member(server)
+    with warned() as told, ThreadPoolExecutor() as pool:
+        for one in [pool.submit(one.averager.flush) for one in (first, second)]:
+            one.result(timeout=3 * AT_ONCE_S)
+        assert len([text for text in told if "this ends with 2 of the 3 members" in text]) == 2
+        for one in [pool.submit(one.averager.flush) for one in (first, second)]:
+            one.result(timeout=AT_ONCE_S)
+    assert len([text for text in told if "this ends with" in text]) == 2
+    assert idle.averager.averaging_round == 0

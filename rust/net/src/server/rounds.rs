@@ -12,6 +12,9 @@
 //! they are not there: by who has ended for as long as they may come, and by who is at work for a moment, since a whole job
 //! that was started again comes with others.
 //!
+//! Who is there and has never entered is not waited for by who is at work, since nobody knows how long it will take to its
+//! first. Those who have all ended would have it with them, and wait for it for a moment ([`Entry::at_least`]).
+//!
 //! Workers may say by what *terms* they take part: the first on the roster says what it is by, and who says another is
 //! refused, and not waited for. Terms change after a round in which the whole roster was, and wished for the same. Who was
 //! away when those came into force that it wishes for has them from the next round that it is in, to which it gives nothing.
@@ -29,6 +32,8 @@ const TIMES_THE_SLOWEST: u32 = 10;
 /// Rounds that are over and of which it is still known how many shares were missing: who asks again is never further
 /// behind, having no more than one answer to lose.
 const MOST_REMEMBERED: usize = 1000;
+/// How long those who have all ended wait for as many as they would have in the round: a default lease.
+const LINGER: Duration = Duration::from_secs(10);
 
 /// What a worker says when it enters.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -40,7 +45,8 @@ pub(super) struct Entry {
     /// How long, since the first has entered, it would have the round wait for those who have not. `None`: it does not
     /// say, and where nobody does the round waits as long as it takes.
     pub(super) grace: Option<Duration>,
-    /// How many it would have in the round; the most that anybody says counts.
+    /// How many it would have in the round; the most that anybody says counts. What those say who have ended does only
+    /// where all who have entered have, and for no longer than [`LINGER`] since the last of them did.
     pub(super) at_least: u32,
     /// By what it takes part; `None`: it does not say.
     pub(super) terms: Option<Arc<str>>,
@@ -272,10 +278,23 @@ impl Rounds {
         first.checked_add(grace)
     }
 
+    /// Until when those who have all ended wait for who has never entered; `None`: they do not.
+    fn lingers_until(&self) -> Option<Instant> {
+        let most = self.open.values().map(|(entry, _)| entry.at_least).max()?;
+        let all_have_ended = self.open.values().all(|(entry, _)| !entry.at_work);
+        let last = self.open.values().map(|(_, since)| *since).max()?;
+        (all_have_ended && self.open.len() < most as usize).then(|| last + LINGER)
+    }
+
+    /// When the clock has to be looked at again, since the open round may close then.
+    pub(super) fn next_look(&self, now: Instant) -> Option<Instant> {
+        [self.deadline(), self.lingers_until()].into_iter().flatten().filter(|time| *time > now).min()
+    }
+
     /// What those who wait wait for: how many rounds have closed, how many of them are not over, and when the next one
     /// closes.
-    pub(super) fn milestones(&self) -> (u64, usize, Option<Instant>) {
-        (self.num_closed, self.closed.len(), self.deadline())
+    pub(super) fn milestones(&self) -> (u64, usize, Option<Instant>, Option<Instant>) {
+        (self.num_closed, self.closed.len(), self.deadline(), self.lingers_until())
     }
 
     /// Whether anybody has ever entered and is there.
@@ -309,8 +328,10 @@ impl Rounds {
 
     fn close_if_due(&mut self, now: Instant) {
         let is_full = || {
-            let at_least = self.open.values().map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
+            let at_work = self.open.values().filter(|(entry, _)| entry.at_work);
+            let at_least = at_work.map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
             self.open.len() >= at_least
+                && self.lingers_until().is_none_or(|until| now >= until)
                 && self.has_all_but(|incarnation| self.is_missed_by_none(incarnation, now))
         };
         let is_late = || self.deadline().is_some_and(|deadline| now >= deadline);

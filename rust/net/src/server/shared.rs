@@ -203,19 +203,19 @@ impl Shared {
         answer
     }
 
-    /// Closes the open round if its grace has passed. Else, when it will have; `None`, too, where that is for the next
+    /// Closes the open round if its time has passed. Else, when it will have; `None`, too, where that is for the next
     /// look at the clock to find.
     pub(super) fn close_late_round(&self, now: Instant) -> Option<Instant> {
         let members = self.members();
         let mut rounds = lock(&self.rounds);
         let before = rounds.milestones();
         rounds.tick(self.judged(&members, now));
-        let (has_changed, deadline) = (before != rounds.milestones(), rounds.deadline());
+        let (has_changed, next) = (before != rounds.milestones(), rounds.next_look(now));
         drop((members, rounds));
         if has_changed {
             self.round_has_changed();
         }
-        deadline.filter(|deadline| *deadline > now)
+        next
     }
 
     /// By when to judge a round: now, unless the clock was not looked at for too long. Who wakes from a standstill before

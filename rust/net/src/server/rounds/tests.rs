@@ -387,6 +387,46 @@ fn a_round_waits_for_as_many_as_are_asked_for_unless_the_grace_has_passed() {
 }
 
 #[test]
+fn those_who_have_all_ended_wait_for_a_moment_for_who_has_never_entered() {
+    let start = Instant::now();
+    let ended = || Entry { at_least: 3, at_work: false, ..work(0.0) };
+    let mut late = rounds(&[1, 2], start);
+    assert_eq!(late.enters(1, ended(), start), None);
+    assert_eq!(late.next_look(start), Some(start + LINGER));
+    assert_eq!(late.enters(2, work(1.0), start).unwrap().members, 2, "who is at work is not held up");
+    for member in 1..=2 {
+        late.gathers(member, 2);
+    }
+    assert_eq!(late.enters(1, ended(), start), None);
+    assert_eq!(late.enters(2, ended(), start + seconds(3)), None);
+    let (before, end) = (start + LINGER, start + seconds(3) + LINGER);
+    assert_eq!(late.next_look(start), Some(end), "from the last on");
+    late.tick(before);
+    assert_eq!(late.status().closed, 2);
+    late.tick(end);
+    assert_eq!(late.enters(1, ended(), end).unwrap().members, 2);
+    assert_eq!(late.next_look(end), None);
+
+    let mut there = rounds(&[1, 2], start);
+    assert_eq!(there.enters(1, ended(), start), None);
+    assert_eq!(there.enters(2, ended(), start), None);
+    let part = there.enters(3, work(1.0), start + seconds(9)).unwrap();
+    assert_eq!((part.members, part.at_work, part.share), (3, 1, 1.0));
+}
+
+#[test]
+fn those_who_have_ended_wait_for_the_roster_however_long_that_takes() {
+    let start = Instant::now();
+    let ended = || Entry { at_least: 3, at_work: false, ..work(0.0) };
+    let mut rounds = rounds(&[1, 2], start);
+    assert_eq!(rounds.enters(1, ended(), start), None);
+    let much_later = start + seconds(3600);
+    rounds.tick(much_later);
+    assert_eq!(rounds.next_look(much_later), None);
+    assert_eq!(rounds.enters(2, work(1.0), much_later).unwrap().members, 2);
+}
+
+#[test]
 fn who_is_waited_for_has_many_times_as_long_as_the_slowest_of_the_others() {
     let start = Instant::now();
     let mut rounds = rounds(&[1, 2, 3], start);
@@ -441,17 +481,15 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     let member = || 1..=MEMBERS;
     let samples = prop_oneof![Just(0.0), 0.0..1e6_f64, Just(f64::MAX), Just(5e-324)];
     let grace = prop::option::of((0..5_u64).prop_map(seconds));
-    let entry = (samples, any::<bool>(), grace).prop_map(|(samples, at_work, grace)| Entry {
-        samples,
-        at_work,
-        grace,
-        ..Entry::default()
+    let at_least = 0..=MEMBERS + 1;
+    let entry = (samples, any::<bool>(), grace, at_least).prop_map(|(samples, at_work, grace, at_least)| {
+        Entry { samples, at_work, grace, at_least: if at_work { 0 } else { at_least }, ..Entry::default() }
     });
     let act = prop_oneof![
         6 => (member(), entry).prop_map(|(member, entry)| Act::Enter(member, entry)),
         5 => member().prop_map(Act::Gather),
         1 => member().prop_map(Act::Lose),
-        2 => (0..3_u64).prop_map(|s| Act::Pass(seconds(s))),
+        2 => prop_oneof![0..3_u64, Just(LINGER.as_secs())].prop_map(|s| Act::Pass(seconds(s))),
     ];
     prop::collection::vec(act, 0..200)
 }
@@ -520,7 +558,14 @@ impl Seen {
         let all = self.roster.iter().all(|member| self.waiting.contains_key(member));
         let first = self.waiting.values().map(|(since, _)| *since).min();
         let grace = self.waiting.values().filter_map(|(_, entry)| entry.grace).max();
-        all || grace.is_some_and(|grace| self.now >= first.unwrap() + grace)
+        // Who has ended lingers for others, if there are to be more, unless somebody goes on.
+        let last = self.waiting.values().map(|(since, _)| *since).max();
+        let goes_on = self.waiting.values().any(|(_, entry)| entry.at_work);
+        let wanted = self.waiting.values().map(|(_, entry)| entry.at_least).max().unwrap_or(0);
+        let is_through = goes_on
+            || self.waiting.len() >= wanted as usize
+            || last.is_some_and(|last| self.now >= last + LINGER);
+        (all && is_through) || grace.is_some_and(|grace| self.now >= first.unwrap() + grace)
     }
 
     /// Everybody asks.
@@ -594,6 +639,7 @@ proptest! {
         for member in (1..=MEMBERS).filter(|member| *member != last) {
             seen.act(&mut rounds, start, Act::Lose(member));
         }
+        seen.act(&mut rounds, start, Act::Pass(LINGER));
         prop_assert!(seen.waiting.is_empty());
         seen.act(&mut rounds, start, Act::Gather(last));
         prop_assert!(seen.gathering.is_empty());
