@@ -348,7 +348,12 @@ class Turns:
         )
 
     def _tell_of_few(self, num_at_work: int) -> None:
-        """Warn once where a momentum over rounds steps along the way of some, while others have ended."""
+        """Warn once where a momentum over rounds steps along the way of some, while others have ended.
+
+        Where a server takes the method's step for each that arrives, a round is one member's, always.
+        """
+        if self.is_guided:
+            return
         num = self.members.size
         self._num_few = self._num_few + 1 if 0 < num_at_work < num else 0
         if self._num_few == FEW_ROUNDS and "velocity" in self.method.keeps:
@@ -356,7 +361,8 @@ class Turns:
                 f"{num - num_at_work} of {num} members have ended, and the others have trained on for "
                 f"{FEW_ROUNDS} rounds: {self.method!r} steps along their way alone, with as much momentum as "
                 f"along all members', and the model may get worse by it; give members as many batches as one "
-                f"another, or take 'average', which goes no further than they do"
+                f"another, and overlap=False or a number, so that all do as many in each round; or take "
+                f"'average', which goes no further than they do"
             )
 
     def _adapt(self, metric: float | None) -> None:

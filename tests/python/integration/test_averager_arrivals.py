@@ -215,6 +215,19 @@ def dying(rank, address, here):
         np.savez(here / f"{rank}.npz", *arrays(one.model))
 
 
+def test_that_one_arrives_at_a_time_is_no_sign_that_others_have_ended(server):
+    members = [Trainee(0), Trainee(1)]
+    ours = [at(server.address, one.model) for one in members]
+    with warned() as told:
+        for _ in range(4):
+            for one, averager in zip(members, ours, strict=True):
+                one.train(averager, EVERY)
+    assert [averager.averaging_round for averager in ours] == [4, 4]
+    assert [text for text in told if "have ended" in text] == []
+    for averager in ours:
+        averager.close()
+
+
 def test_one_that_is_killed_holds_up_nobody(server, tmp_path):
     with pytest.raises(EOFError):  # of the one that is killed
         together(dying, 3, server.address, tmp_path)

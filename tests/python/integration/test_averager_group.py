@@ -296,7 +296,7 @@ def ending_one_after_another(rank, method, more):
 def test_members_that_train_on_by_an_outer_momentum_after_others_have_ended_are_warned(method, more, is_told):
     for told in together(ending_one_after_another, 2, method, more):
         assert len(told) == is_told
-        assert all("1 of 2 members have ended" in text for text in told)
+        assert all("1 of 2 members have ended" in text and "overlap=False" in text for text in told)
 
 
 def none_is_finite(rank):
