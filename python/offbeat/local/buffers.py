@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 __all__ = ["few", "put_values", "same_buffers"]
 
@@ -40,15 +41,17 @@ def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
     """Give a module its buffers back, with their values: a running scale is one that moves in eval mode, too.
 
     Where that is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
-    afterwards; one that was not there before stays, as what made it does not know that it would be gone.
+    afterwards, of the same size. One of another size stays, as one that was not there before: it is a cache
+    that grew, and the module may have noted elsewhere how far.
 
     Args:
         module: The module.
         are_few: Only as many values as are worth copies (`few`).
     """
-    places = [vars(part)["_buffers"] for part in module.modules()]
+    places = [vars(part).get("_buffers", {}) for part in module.modules()]  # a traced module has them in C++
     before = [dict(place) for place in places]
-    buffers = {name: b.detach() for name, b in module.named_buffers() if b.layout is torch.strided}
+    held_now = {name: b for name, b in module.named_buffers() if not is_lazy(b)}
+    buffers = {name: b.detach() for name, b in held_now.items() if b.layout is torch.strided}
     copied = few(module, buffers) if are_few else buffers
     values = {name: buffer.clone() for name, buffer in copied.items()}
     try:
@@ -56,8 +59,16 @@ def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
     finally:
         put_values(values, buffers)
         for place, held in zip(places, before, strict=True):
+            now = dict(place)
             for name, buffer in held.items():
-                place[name] = buffer
+                if now.get(name) is not buffer and not _is_of_another_size(now.get(name), buffer):
+                    place[name] = buffer
+
+
+def _is_of_another_size(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
+    if now is None or then is None or is_lazy(now) or is_lazy(then):
+        return False
+    return now.shape != then.shape
 
 
 def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:

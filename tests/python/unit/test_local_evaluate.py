@@ -98,6 +98,44 @@ def test_buffers_of_all_submodules_are_the_same_tensors_with_the_same_values():
     assert module[0].late is None
 
 
+class Grows(nn.Module):
+    """Has a cache that grows where it has to, and notes how far, as older rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def forward(self, inputs):
+        if len(inputs) > self.size:
+            self.size = len(inputs)
+            self.register_buffer("cache", torch.ones(self.size, 1), persistent=False)
+        return inputs * self.cache[: len(inputs)]
+
+
+def test_a_cache_that_grew_is_not_shrunk_under_the_module_that_noted_its_size():
+    module = Grows()
+    module(INPUTS[:1])
+    with same_buffers(module):
+        module(INPUTS)
+    assert len(module.cache) == module.size == len(INPUTS)
+    assert len(module(INPUTS[:2])) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, to who traces
+def test_buffers_that_have_no_size_yet_and_those_of_a_traced_module_are_left_to_torch():
+    lazy = nn.LazyBatchNorm1d()
+    with same_buffers(lazy):
+        lazy(INPUTS)
+    assert lazy.running_mean.shape == (4,)
+    norm = nn.BatchNorm1d(4)
+    norm(INPUTS)
+    traced = torch.jit.trace(norm, INPUTS)
+    before = {name: buffer.clone() for name, buffer in traced.named_buffers()}
+    with same_buffers(traced):
+        traced(INPUTS + 1)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in traced.named_buffers())
+
+
 @pytest.mark.parametrize("are_few", [False, True])
 def test_values_of_what_is_larger_than_all_that_is_trained_are_not_copied(are_few):
     module = nn.BatchNorm1d(4)
@@ -106,7 +144,7 @@ def test_values_of_what_is_larger_than_all_that_is_trained_are_not_copied(are_fe
     with same_buffers(module, are_few=are_few):
         module(INPUTS)
         table[0] = 1.0
-        module.table = torch.ones(2)
+        module.table = torch.ones(FEW)
     assert module.table is table
     assert table[0] == are_few
     assert module.num_batches_tracked == 0
