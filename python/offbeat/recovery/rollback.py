@@ -31,12 +31,14 @@ class Back:
         manifest: What it says.
         state: Of what was trained.
         account: Of the run, then.
+        behind: Numbers of those written since.
     """
 
     path: Path
     manifest: Manifest
     state: dict[str, Any]
     account: dict[str, Any]
+    behind: frozenset[int]
 
 
 class WayBack:
@@ -73,6 +75,9 @@ class WayBack:
         self.is_open = True
         self._thread = threading.get_ident()
         self._asked: Back | None = None
+        self._behind: frozenset[int] = (
+            frozenset()
+        )  # what the newest rollback left, whether or not a checkpoint says so
 
     def steps(self) -> list[int]:
         """List the steps whose values there are to go back to, those written last first.
@@ -112,7 +117,8 @@ class WayBack:
                 f"{path} does not fit what is trained by now: {'; '.join(differences)}: go back to one that "
                 f"was written since"
             )
-        self._asked = Back(path, manifest, state, rest["account"])
+        behind = frozenset(m.number for m in found if m.number > manifest.number)
+        self._asked = Back(path, manifest, state, rest["account"], behind)
         return manifest.values_step
 
     def close(self) -> None:
@@ -122,6 +128,8 @@ class WayBack:
     def take(self) -> Back | None:
         """Give out what was asked for last, once."""
         asked, self._asked = self._asked, None
+        if asked is not None:
+            self._behind = asked.behind
         return asked
 
     def _found(self) -> list[Manifest]:
@@ -135,7 +143,8 @@ class WayBack:
         return [e.manifest for e in entries(self._directory.path) if e.manifest is not None]
 
     def _candidates(self, found: Sequence[Manifest]) -> list[Manifest]:
-        return to_go_back_to(found, stay=self._stay(found), is_planned=self._is_planned)
+        wanted = to_go_back_to(found, stay=self._stay(found), is_planned=self._is_planned)
+        return [m for m in wanted if m.number not in self._behind]
 
     def _of(self, found: Sequence[Manifest], step: int | None) -> Manifest:
         """Choose one.

@@ -144,6 +144,10 @@ def test_a_rollback_whose_checkpoint_could_not_be_written_is_told_by_the_next(tm
 
     monkeypatch.setattr(directory.Directory, "add", fills)
     monkeypatch.setattr("offbeat.recovery.saver.RETRY_S", 0.0)
-    does = {33: back_on_a_full_disk, 45: lambda trainer: trainer.checkpoint_steps()}
+    does = {
+        33: back_on_a_full_disk,
+        34: lambda trainer: trainer.checkpoint_steps(),
+        45: lambda trainer: trainer.checkpoint_steps(),
+    }
     _, said = life(tmp_path, lambda _: 1.0, does, every=10)
-    assert said == {33: 10, 45: [40, 10]}, "what was gone back from is not offered"
+    assert said == {33: 10, 34: [10], 45: [40, 10]}, "what was gone back from is not offered"
