@@ -40,6 +40,7 @@ from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
 from offbeat.recovery.trainee import GoesBack, Scheduler, SchedulerStep, Trainee
 from offbeat.termination import noting_signals
+from offbeat.trainer.alone import one_at_a_time
 from offbeat.trainer.validation import Validation
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ class FaultTolerantTrainer:
         self._run: Run | None = None  # inside `train`
 
     @known_keywords
+    @one_at_a_time
     def train(
         self,
         *,
@@ -245,7 +247,8 @@ class FaultTolerantTrainer:
             UnsupportedTensorError: Naming state that no checkpoint can hold.
             CheckpointError: If the directory or its checkpoints cannot be used, or the last save fails, which
                 is that of the end or after SIGTERM; one in mid-run is warned of, and tried again.
-            StateError: With `deterministic`, naming an operation that has no such form.
+            StateError: With `deterministic`, naming an operation that has no such form; or where a `train` of
+                this trainer is at work.
             SystemExit: With code 143, after SIGTERM; also where that came when all was done.
             KeyboardInterrupt: After Ctrl-C, likewise.
         """

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from offbeat import process
+from offbeat import log, process
 from offbeat.checks import Faults
 from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
@@ -75,9 +75,17 @@ class Scheduling:
 
 
 def step_by(scheduler: Any, meter: Meter | None) -> None:  # noqa: ANN401  any in the manner of torch's
-    """Let a scheduler step, by what was measured since its step before where it goes by that."""
+    """Let a scheduler step, by what was measured since its step before where it goes by that.
+
+    Where nothing was, it does not: to torch's, the NaN of no batch is an epoch without progress.
+    """
     if meter is None:
         scheduler.step()
+    elif meter.is_empty:
+        log.warn(
+            f"{type(scheduler).__name__} does not step after this epoch: no batch was measured in it, by "
+            f"which it could go"
+        )
     else:
         scheduler.step(meter.read())
 
@@ -260,7 +268,9 @@ def meter_of(
 
 
 def _takes_metric(scheduler: object) -> bool:
-    """Whether `step` wants one, as that of ReduceLROnPlateau does."""
+    """Whether `step` wants one, as that of ReduceLROnPlateau does, also where it passes on what comes."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
     step = getattr(scheduler, "step", None)
     return callable(step) and any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)

@@ -136,3 +136,18 @@ def test_batches_that_a_rollback_has_left_behind_do_not_count(tmp_path):
     life(tmp_path, "module", "an epoch", spoilt=[8], epochs=3, scheduler=functools.partial(Seen, patience=0))
     assert len(seen) == 3
     assert all(map(math.isfinite, seen))
+
+
+def test_after_an_epoch_in_which_nothing_was_measured_it_does_not_step(tmp_path, caplog):
+    """To torch, the NaN of no batch is an epoch without progress."""
+    seen = []
+
+    class Seen(ReduceLROnPlateau):
+        def step(self, *metrics):
+            seen.append(float(*metrics))
+            super().step(*metrics)
+
+    life(tmp_path, "module", "an epoch", spoilt=[10], epochs=3, scheduler=functools.partial(Seen, patience=0))
+    assert len(seen) == 2, "of what led to where it went back from the last batch nothing is left"
+    assert all(map(math.isfinite, seen))
+    assert "Seen does not step after this epoch: no batch was measured in it" in caplog.text

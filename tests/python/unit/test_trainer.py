@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import logging
 import random
 import re
@@ -148,6 +149,40 @@ def test_a_batch_without_a_sample_is_refused_before_it_trains(around, tmp_path):
     assert {float(state["step"]) for state in live.state.values()} == {1.0}
 
 
+def test_a_train_of_a_fault_tolerant_trainer_within_another_costs_that_nothing(tmp_path):
+    """It has a model, a monitor's meter and a loss function that the one at work goes by."""
+
+    def trained(folder, *, calls_again):
+        torch.manual_seed(3)
+        trainer = offbeat.FaultTolerantTrainer(plain(), folder, 9, monitor="loss")
+        live = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        given = {"dataloader": DATA, "optimizer": live, "epochs": 2}
+        refused = []
+
+        def loss_fn(outputs, targets):
+            if calls_again and trainer.is_training and trainer.history.steps in (4, 12):
+                with pytest.raises(
+                    StateError, match="while a train\\(\\) of this trainer is at work"
+                ) as said:
+                    trainer.train(**given, loss_fn=lambda outputs, _: outputs.sum() * 0)
+                refused.append(said.value)
+            return LOSS(outputs, targets)
+
+        trainer.train(**given, loss_fn=loss_fn, validation=DATA[:2])
+        manifests = [json.loads(path.read_text()) for path in sorted(folder.glob("save-*/manifest.json"))]
+        monitored = [manifest["monitored"] for manifest in manifests]
+        return trainer, monitored, len(refused)
+
+    ours, our_means, num_refused = trained(tmp_path / "ours", calls_again=True)
+    theirs, their_means, _ = trained(tmp_path / "theirs", calls_again=False)
+    assert num_refused >= 2
+    assert our_means == their_means
+    assert same(ours.model, theirs.model)
+    assert [one.metrics for one in ours.history.validation] == [
+        one.metrics for one in theirs.history.validation
+    ]
+
+
 @pytest.mark.parametrize("around", ["trainer", "fault tolerant"])
 def test_a_train_within_another_is_refused_and_costs_that_nothing(around, tmp_path):
     class Again:
@@ -278,6 +313,20 @@ def test_a_plateau_is_of_the_epochs_mean_metric():
         offbeat.AsyncTrainer(trained), live, scheduler=scheduler, scheduler_metric="loss", log_frequency=9
     )
     assert seen == pytest.approx([record.metrics["loss"] for record in history.records])
+
+
+def test_a_plateau_whose_step_passes_on_what_it_is_given_goes_by_a_metric_too():
+    class Passes(ReduceLROnPlateau):
+        def step(self, *given, **named):
+            return super().step(*given, **named)
+
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="Passes goes by a metric: give"):
+        train(offbeat.AsyncTrainer(trained), live, scheduler=functools.partial(Passes))
+    plateau = Passes(live)
+    train(offbeat.AsyncTrainer(trained), live, scheduler=plateau, scheduler_metric="loss")
+    assert plateau.last_epoch > 0
 
 
 @pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
