@@ -309,7 +309,7 @@ class AsyncGradientAccumulator:
             self._was_update = False
             self._flushed = None
             return self._add(loss, counts=counts, samples=samples, began_s=began_s)
-        except Exception:
+        except BaseException:  # as Ctrl-C, after which a notebook trains on
             self._buffers.put_back()  # of a window that is dropped, or of a batch that was not added
             raise
 

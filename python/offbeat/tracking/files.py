@@ -106,7 +106,7 @@ class _File(ABC):
             try:
                 _write(self._file, text)
             except BaseException:
-                with suppress(OSError):  # then before the next call
+                with suppress(OSError, ConfigError):  # then before the next call, which says so
                     self._mend(self._file)
                 raise
             self._torn_at = None

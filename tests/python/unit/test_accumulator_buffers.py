@@ -148,15 +148,22 @@ class Failing(nn.Module):
         return out
 
 
+def is_broken_off(outputs, targets):
+    if not outputs.isfinite().all():
+        raise KeyboardInterrupt
+    return LOSS(outputs, targets)
+
+
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize(
     ("made", "loss_fn", "error"),
     [
         (model, fails_by_itself, ValueError),
+        (model, is_broken_off, KeyboardInterrupt),
         (model, is_refused, ConfigError),
         (Failing, LOSS, ValueError),
     ],
-    ids=["the loss function", "its check", "the model"],
+    ids=["the loss function", "Ctrl-C", "its check", "the model"],
 )
 def test_what_fails_before_the_backward_pass_leaves_no_nan_and_the_window_as_it_was(
     place, made, loss_fn, error
