@@ -170,14 +170,19 @@ except ConnectError as error:
 """
 
 
-def _meet(tmp_path, *ranks_and_sizes, timeout_s=30):
-    """Let processes meet that say that they are of so many; give what each printed."""
+def _meet(tmp_path, *ranks_and_sizes, timeout_s=30, is_last_late=False):
+    """Let processes meet that say that they are of so many; give what each printed.
+
+    Where the last is late, it is started when the one before it has ended.
+    """
     script = tmp_path / "meet.py"
     script.write_text(MEET.format(timeout_s=timeout_s))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
     try:
         for rank, size in ranks_and_sizes:
+            if is_last_late and len(started) == len(ranks_and_sizes) - 1:
+                started[-1].wait(timeout=60)
             said = {"RANK": str(rank), "WORLD_SIZE": str(size)}
             started.append(
                 subprocess.Popen(
@@ -206,6 +211,15 @@ def test_who_says_another_world_size_is_named_in_all_before_torch_would_wait_for
         # The odd one, and all others where rank 0 is it, hear of the first that says otherwise.
         other, theirs = (0 if odd else 1, usual) if rank == odd else (odd, 4)
         assert f"process {other} says WORLD_SIZE {theirs}, and this one {sizes[rank]}: " in text, told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_is_beyond_what_rank_0_says_is_told_and_the_others_go_on(tmp_path):
+    # Rank 1 comes late, so that rank 0 is there until rank 2 has asked it.
+    told = _meet(tmp_path, (0, 2), (2, 3), (1, 2), is_last_late=True)
+    assert "process 0 says WORLD_SIZE 2, and this one 3: this is process 2" in told[1], told
+    assert ("(0, 2)" in told[0], "(1, 2)" in told[2]) == (True, True), told
 
 
 @pytest.mark.slow
