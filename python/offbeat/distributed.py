@@ -42,7 +42,7 @@ def init_distributed(
 
     What is given wins; else the environment says it, as torchrun, `offbeat launch`, MPI, Slurm's `srun` and
     Kubeflow set it, or plain ``RANK`` and ``WORLD_SIZE``; a process of which nobody says anything is the only
-    one. What was chosen, and who said so, is logged.
+    one. A variable that is empty is as one that is not there. What was chosen, and who said so, is logged.
 
     With ``"tcp"``, Offbeat's own transport, nothing is opened: members meet when something is made that has
     them. With ``"gloo"`` and ``"nccl"`` torch's default process group is made, at ``MASTER_ADDR`` and
@@ -204,7 +204,7 @@ def _see_that_all_say_the_same(store: Store, place: Place, timeout: timedelta) -
         RuntimeError: If one has not said it in time.
     """
     own, until_s = place.world_size, time.monotonic() + timeout.total_seconds()
-    prefix = f"offbeat/init/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    prefix = f"offbeat/init/{os.environ.get('TORCHELASTIC_RESTART_COUNT') or '0'}"
 
     def said(key: object) -> list[int]:
         store.wait([f"{prefix}/{key}"], timedelta(seconds=max(until_s - time.monotonic(), LOOK_S)))
