@@ -7,6 +7,7 @@ that is not started by torchrun. A process of which nobody says anything is the 
 is empty says nothing: compose files and charts set those that nobody has filled in.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -151,12 +152,19 @@ def has_agents_store(environ: Mapping[str, str]) -> bool:
 
 def overlooked(environ: Mapping[str, str], place: Place) -> str | None:
     """Say what may mean that a process which seems to be alone is not; None if nothing does."""
-    num_tasks = environ.get("SLURM_NTASKS") or "1"
-    if place.launcher is _NOBODY and num_tasks != "1":
+    if place.launcher is not _NOBODY:
+        return None
+    if (num_tasks := environ.get("SLURM_NTASKS") or "1") != "1":
         return (
             f"SLURM_NTASKS is {num_tasks}, and this process was not started by srun, so it is taken for "
             f"the only "
             f"one: start it with srun, or set RANK and WORLD_SIZE"
+        )
+    if (num_named := _tensorflows_tasks(environ.get("TF_CONFIG") or "{}")) > 1:
+        return (
+            f"TF_CONFIG names {num_named} tasks, and is not read here, for it is TensorFlow's, so this "
+            f"process is taken for the only one: set RANK and WORLD_SIZE, or give rank= and world_size=; in "
+            f"Kubeflow start it by a PyTorchJob, which sets them, in place of a TFJob"
         )
     return None
 
@@ -209,6 +217,18 @@ def _told(environ: Mapping[str, str]) -> Place:
 def _said(environ: Mapping[str, str]) -> dict[str, str]:
     """Give the variables that say anything."""
     return {name: value for name, value in environ.items() if value}
+
+
+def _tensorflows_tasks(config: str) -> int:
+    """Count the processes of TensorFlow's cluster: ``{"cluster": {"worker": ["a:1", "b:1"]}, "task": …}``.
+
+    What is no such text tells of nobody.
+    """
+    try:
+        cluster = json.loads(config)["cluster"]
+        return sum(len(tasks) for tasks in cluster.values() if isinstance(tasks, list | dict))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return 0
 
 
 def _slurms_first_host(environ: Mapping[str, str]) -> str | None:

@@ -82,6 +82,16 @@ def test_a_batch_script_that_takes_itself_for_the_only_process_is_warned(monkeyp
     assert "SLURM_NTASKS is 8, and this process was not started by srun" in caplog.text
 
 
+def test_a_worker_of_a_tfjob_that_takes_itself_for_the_only_process_is_warned(monkeypatch, caplog):
+    cluster = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    assert offbeat.init_distributed() == (0, 1)
+    assert "TF_CONFIG names 2 tasks, and is not read here" in caplog.text
+    caplog.clear()
+    assert offbeat.init_distributed(rank=1, world_size=2) == (1, 2)
+    assert not caplog.text
+
+
 def test_alone_on_tcp_nothing_is_opened_and_what_was_chosen_is_logged(caplog, no_group):
     with caplog.at_level(logging.INFO, logger="offbeat"):
         assert offbeat.init_distributed() == (0, 1)

@@ -66,6 +66,38 @@ def test_a_batch_script_of_slurm_is_one_process_however_many_tasks_its_job_has()
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "num"),
+    [
+        ('{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}', 2),
+        ('{"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": {"0": "d:1"}}}', 4),
+        ('{"cluster": {"worker": ["a:2222"]}, "task": {"type": "worker", "index": 0}}', None),
+        ('{"task": {"type": "worker", "index": 0}}', None),
+        ("{}", None),
+        ("", None),
+        ("[]", None),
+        ("null", None),
+        ('{"cluster": 3}', None),
+        ('{"cluster": {"worker": 2, "ps": "a:2222"}}', None),
+        ("worker", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_tensorflows_cluster_is_not_read_and_who_is_of_several_in_it_is_told(config, num):
+    environ = {"TF_CONFIG": config}
+    assert told(environ)[:2] == (0, 1)
+    warning = launchers.overlooked(environ, launchers.find(environ))
+    if num is None:
+        assert warning is None
+    else:
+        assert f"TF_CONFIG names {num} tasks, and is not read here" in warning
+        assert "set RANK and WORLD_SIZE, or give rank= and world_size=" in warning
+        environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+        assert launchers.overlooked(environ, launchers.find(environ)) is None
+        given = launchers.find({"TF_CONFIG": config}, rank=0, world_size=2)
+        assert launchers.overlooked({"TF_CONFIG": config}, given) is None
+
+
 @pytest.mark.parametrize("environ", [{}, SRUN, TORCHRUN, {"SLURM_NTASKS": "1"}])
 def test_of_a_process_that_is_told_of_or_alone_nothing_was_overlooked(environ):
     assert launchers.overlooked(environ, launchers.find(environ)) is None
