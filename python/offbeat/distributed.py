@@ -42,7 +42,7 @@ def init_distributed(
 
     What is given wins; else the environment says it, as torchrun, `offbeat launch`, MPI, Slurm's `srun` and
     Kubeflow set it, or plain ``RANK`` and ``WORLD_SIZE``; a process of which nobody says anything is the only
-    one. What was chosen, and who said so, is logged.
+    one. A variable that is empty is as one that is not there. What was chosen, and who said so, is logged.
 
     With ``"tcp"``, Offbeat's own transport, nothing is opened: members meet when something is made that has
     them. With ``"gloo"`` and ``"nccl"`` torch's default process group is made, at ``MASTER_ADDR`` and
@@ -66,7 +66,8 @@ def init_distributed(
             for where torch has no CUDA device, or too few.
         StateError: If torch has a process group already that is another one than is asked for.
         ConnectError: If no process group came about: the others did not come, the port is taken, or
-            processes say different world sizes, which then is told in all of them.
+            processes say different world sizes. Rank 0 asks the ranks below its own world size: where one of
+            these says another, all of them are told. Where one beyond them does, it alone is: they go on.
 
     Example:
         >>> rank, world_size = offbeat.init_distributed()
@@ -195,14 +196,15 @@ def _meet(backend: str, place: Place, timeout: timedelta | None) -> None:
 def _see_that_all_say_the_same(store: Store, place: Place, timeout: timedelta) -> None:
     """See that all processes say that there are as many: torch would wait for ever for one that never comes.
 
-    Rank 0 reads what each says, and writes what it found: all wait for that, as they would for the group.
+    Rank 0 reads what each below its own world size says, and writes what it found: all that say the same as
+    it wait for that, as they would for the group. It does not know of others: they find out from its number.
 
     Raises:
-        ConnectError: If they do not, in all of them.
+        ConnectError: If one that rank 0 asks says otherwise, in all of these; if this one says otherwise.
         RuntimeError: If one has not said it in time.
     """
     own, until_s = place.world_size, time.monotonic() + timeout.total_seconds()
-    prefix = f"offbeat/init/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    prefix = f"offbeat/init/{os.environ.get('TORCHELASTIC_RESTART_COUNT') or '0'}"
 
     def said(key: object) -> list[int]:
         store.wait([f"{prefix}/{key}"], timedelta(seconds=max(until_s - time.monotonic(), LOOK_S)))

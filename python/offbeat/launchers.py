@@ -3,9 +3,11 @@
 Pure: an environment comes in, facts go out. Looked for in this order, and the first that says it is taken:
 RANK and WORLD_SIZE, which torchrun, `offbeat launch` and Kubeflow's PyTorchJob set; Open MPI and MPICH,
 before Slurm, whose variables their processes inherit; Slurm's srun; Kubeflow Trainer's PET_*, of a process
-that is not started by torchrun. A process of which nobody says anything is the only one.
+that is not started by torchrun. A process of which nobody says anything is the only one. A variable that
+is empty says nothing: compose files and charts set those that nobody has filled in.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -128,6 +130,7 @@ def meeting_place(environ: Mapping[str, str], place: Place) -> tuple[str | None,
         ConfigError: If a port is no number.
     """
     launcher = place.launcher
+    environ = _said(environ)
     host = environ.get("MASTER_ADDR") or environ.get(launcher.host or "")
     port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None
     if port is None and launcher.port is not None and launcher.port in environ:
@@ -138,23 +141,30 @@ def meeting_place(environ: Mapping[str, str], place: Place) -> tuple[str | None,
             job = _number(environ, "SLURM_JOB_ID")
             step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
             port = SLURM_PORTS[(job + step) % len(SLURM_PORTS)]
-    return host or None, MASTER_PORT if port is None else port
+    return host, MASTER_PORT if port is None else port
 
 
 def has_agents_store(environ: Mapping[str, str]) -> bool:
     """Whether the launcher itself listens at ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun's agent."""
-    is_there = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
-    return is_there and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_there = environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")
+    return bool(is_there) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def overlooked(environ: Mapping[str, str], place: Place) -> str | None:
     """Say what may mean that a process which seems to be alone is not; None if nothing does."""
-    num_tasks = environ.get("SLURM_NTASKS", "1")
-    if place.launcher is _NOBODY and num_tasks != "1":
+    if place.launcher is not _NOBODY:
+        return None
+    if (num_tasks := environ.get("SLURM_NTASKS") or "1") != "1":
         return (
             f"SLURM_NTASKS is {num_tasks}, and this process was not started by srun, so it is taken for "
             f"the only "
             f"one: start it with srun, or set RANK and WORLD_SIZE"
+        )
+    if (num_named := _tensorflows_tasks(environ.get("TF_CONFIG") or "{}")) > 1:
+        return (
+            f"TF_CONFIG names {num_named} tasks, and is not read here, for it is TensorFlow's, so this "
+            f"process is taken for the only one: set RANK and WORLD_SIZE, or give rank= and world_size=; in "
+            f"Kubeflow start it by a PyTorchJob, which sets them, in place of a TFJob"
         )
     return None
 
@@ -182,25 +192,43 @@ def _place(environ: Mapping[str, str], rank: int | None, world_size: int | None)
 
 def _told(environ: Mapping[str, str]) -> Place:
     """Give what the environment says, by the first of those that say anything."""
+    said = _said(environ)
     for launcher in _LAUNCHERS:
-        if launcher.rank in environ and launcher.world_size in environ:
-            is_torchrun = launcher is _PLAIN and "TORCHELASTIC_RUN_ID" in environ
+        if launcher.rank in said and launcher.world_size in said:
+            is_torchrun = launcher is _PLAIN and "TORCHELASTIC_RUN_ID" in said
             name = "torchrun" if is_torchrun else launcher.name
             local = launcher.local_rank
             return Place(
-                rank=_number(environ, launcher.rank),
-                world_size=_number(environ, launcher.world_size),
-                local_rank=_number(environ, local) if local is not None and local in environ else None,
+                rank=_number(said, launcher.rank),
+                world_size=_number(said, launcher.world_size),
+                local_rank=_number(said, local) if local is not None and local in said else None,
                 launcher=launcher,
                 told_by=f"{name} ({launcher.rank}, {launcher.world_size})",
             )
     for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if one in environ:
+        if one in said:
             raise ConfigError(
-                f"{one} is {environ[one]!r} in the environment and {other} is not there: set both, or give "
-                f"rank and world_size"
+                f"{one} is {said[one]!r} in the environment and {other} is "
+                f"{'empty' if other in environ else 'not there'}: set both, or give rank and world_size"
             )
     return Place(rank=0, world_size=1, launcher=_NOBODY, told_by=_NOBODY.name)
+
+
+def _said(environ: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables that say anything."""
+    return {name: value for name, value in environ.items() if value}
+
+
+def _tensorflows_tasks(config: str) -> int:
+    """Count the processes of TensorFlow's cluster: ``{"cluster": {"worker": ["a:1", "b:1"]}, "task": …}``.
+
+    What is no such text tells of nobody.
+    """
+    try:
+        cluster = json.loads(config)["cluster"]
+        return sum(len(tasks) for tasks in cluster.values() if isinstance(tasks, list | dict))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return 0
 
 
 def _slurms_first_host(environ: Mapping[str, str]) -> str | None:

@@ -122,7 +122,7 @@ def noting_signals() -> Iterator[Terminated]:
         SystemExit: With code 143, where SIGTERM came and the work ended as if it had not.
         KeyboardInterrupt: Where Ctrl-C did.
     """
-    noted, is_launched = Terminated(), all(name in os.environ for name in SET_BY_LAUNCH)
+    noted, is_launched = Terminated(), all(map(os.environ.get, SET_BY_LAUNCH))
     asked = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     on_main = threading.current_thread() is threading.main_thread()
     usual: dict[int, Any] = {n: h for n, h in asked.items() if on_main and signal.getsignal(n) is h}

@@ -93,7 +93,7 @@ def reached(place: ServerPlace, token: str | None) -> tuple[Hosted | None, str]:
     host, _, port = place.address.rpartition(":")
     if not place.is_told:
         return (_started(host, int(port), token) if place.is_ours else None), place.address
-    key = f"offbeat/averager/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_numbers)}"
+    key = f"offbeat/averager/{os.environ.get('TORCHELASTIC_RESTART_COUNT') or '0'}/{next(_numbers)}"
     store = _launchers_store(place, host.strip("[]"), int(port))
     if not place.is_ours:
         return None, f"{host}:{_told(store, key, place)}"

@@ -214,7 +214,9 @@ def _workers(
 ) -> Processes:
     world_size = arguments.world_size or arguments.first_rank + arguments.workers
     are_all_here = world_size == arguments.workers
-    inherited = (_meeting_place() if are_all_here else {}) | dict(os.environ)
+    meeting = _meeting_place() if are_all_here else {}
+    # What is empty says nothing: not where they meet either.
+    inherited = dict(os.environ) | {name: os.environ.get(name) or value for name, value in meeting.items()}
     variables = [
         environment(
             inherited,

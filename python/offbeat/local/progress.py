@@ -47,7 +47,7 @@ def progress_for(*, asked: bool | None, total: int | None, name: str, source: st
         return _Bar(total, name, None)
     if not on_terminal():
         return _Lines(f"worker {name}" if source is None else source)
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
+    if (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") != "0":
         return _Silent()
     lock = _terminal_lock()
     return _Silent() if lock is None else _Bar(total, name, lock)

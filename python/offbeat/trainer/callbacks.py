@@ -51,7 +51,10 @@ class Callback(Protocol):
         """After each log line."""
 
     def on_epoch_end(self, trainer: "AsyncTrainer", epoch: int) -> None:
-        """After each whole pass; counted over the trainer's life, from 0."""
+        """After each whole pass; counted over the trainer's life, from 0.
+
+        `trainer.strategy` is the one that it was trained with, until another is set.
+        """
 
     def on_train_end(self, trainer: "AsyncTrainer", history: History) -> None:
         """When `train` is about to return; not where an exception ends it."""

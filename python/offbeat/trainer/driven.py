@@ -54,6 +54,7 @@ class Driven:
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
             stage.begin()
+            stack.callback(stage.end)
             yield
 
     def begin_epoch(self, epoch: int) -> None:
@@ -90,6 +91,7 @@ class Driven:
 
     def after_epoch(self, epoch: int) -> None:
         """Let the scheduler and callbacks hear of a pass that has ended, and is in the account."""
+        self._stage.epoch_at_work = epoch  # also where it was trained on in the life before
         self._scheduling.end_epoch()
         self._callbacks.tell("on_epoch_end", epoch)
 

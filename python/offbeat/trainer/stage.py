@@ -25,12 +25,15 @@ class Stage:
         syncs: How often members meet in which epoch.
         strategy: At work; None before the first batch.
         used: What was at work since `begin`, one after the other, in words.
+        epoch_at_work: That of the newest batch since `begin`, also when it has ended; None before the first,
+            and when training is over.
     """
 
     def __init__(self, workshop: Workshop, schedule: Mapping[int, Kind], syncs: Syncs) -> None:
         self.schedule = schedule
         self.strategy: Strategy | None = None
         self.used: list[str] = []
+        self.epoch_at_work: int | None = None
         self._workshop = workshop
         self.syncs = syncs
         self._kind: Kind | None = None
@@ -38,10 +41,14 @@ class Stage:
 
     def begin(self) -> None:
         """Let what is at work begin again, with the optimizer there is by now."""
-        self.used = []
+        self.used, self.epoch_at_work = [], None
         if self.strategy is not None and self._kind is not None:
             self.used.append(shown_kind(self._kind))
             self.strategy.begin()
+
+    def end(self) -> None:
+        """Know that no batch is trained on any more, until it begins again."""
+        self.epoch_at_work = None
 
     def note_measured(self, batches: int) -> None:
         """Tell whoever may wonder that this member gets on while it measures the model."""
@@ -75,6 +82,7 @@ class Stage:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
         self._epoch = epoch  # not before: where the others were lost on the way, this is in the epoch before
+        self.epoch_at_work = epoch
         return strategy
 
     def _became(self, kind: Kind) -> bool:
@@ -125,6 +133,7 @@ class Stage:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Make what was at work, with what it had; it has not begun. The model stays as it is."""
         self.close()
+        self.epoch_at_work = None  # it may go back to an epoch before
         if state is None:
             return
         tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]

@@ -383,6 +383,7 @@ class AsyncTrainer(Driveable):
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
             self._stage.begin()
+            stack.callback(self._stage.end)
             loop = Loop(plan, workshop=self._workshop, stage=self._stage, history=history, progress=shown)
             try:
                 loop.run()
@@ -436,12 +437,13 @@ class AsyncTrainer(Driveable):
 
     @property
     def strategy(self) -> str | Method:
-        """How the next batch is trained on.
+        """How the next batch is trained on; in ``on_epoch_end`` still how the epoch was that has just ended.
 
         May be set, also in mid-run, as by a callback: to what the constructor takes, by all members after the
         same batch of theirs. What is under way is ended before the next batch, or the next `train`.
         """
-        return settings.kind_at(self._stage.schedule, self._num_finished)
+        epoch = self._stage.epoch_at_work
+        return settings.kind_at(self._stage.schedule, self._num_finished if epoch is None else epoch)
 
     @strategy.setter
     def strategy(self, given: str | Method | Mapping[int, str | Method]) -> None:

@@ -82,6 +82,16 @@ def test_a_batch_script_that_takes_itself_for_the_only_process_is_warned(monkeyp
     assert "SLURM_NTASKS is 8, and this process was not started by srun" in caplog.text
 
 
+def test_a_worker_of_a_tfjob_that_takes_itself_for_the_only_process_is_warned(monkeypatch, caplog):
+    cluster = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    assert offbeat.init_distributed() == (0, 1)
+    assert "TF_CONFIG names 2 tasks, and is not read here" in caplog.text
+    caplog.clear()
+    assert offbeat.init_distributed(rank=1, world_size=2) == (1, 2)
+    assert not caplog.text
+
+
 def test_alone_on_tcp_nothing_is_opened_and_what_was_chosen_is_logged(caplog, no_group):
     with caplog.at_level(logging.INFO, logger="offbeat"):
         assert offbeat.init_distributed() == (0, 1)
@@ -170,14 +180,19 @@ except ConnectError as error:
 """
 
 
-def _meet(tmp_path, *ranks_and_sizes, timeout_s=30):
-    """Let processes meet that say that they are of so many; give what each printed."""
+def _meet(tmp_path, *ranks_and_sizes, timeout_s=30, is_last_late=False):
+    """Let processes meet that say that they are of so many; give what each printed.
+
+    Where the last is late, it is started when the one before it has ended.
+    """
     script = tmp_path / "meet.py"
     script.write_text(MEET.format(timeout_s=timeout_s))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
     try:
         for rank, size in ranks_and_sizes:
+            if is_last_late and len(started) == len(ranks_and_sizes) - 1:
+                started[-1].wait(timeout=60)
             said = {"RANK": str(rank), "WORLD_SIZE": str(size)}
             started.append(
                 subprocess.Popen(
@@ -206,6 +221,15 @@ def test_who_says_another_world_size_is_named_in_all_before_torch_would_wait_for
         # The odd one, and all others where rank 0 is it, hear of the first that says otherwise.
         other, theirs = (0 if odd else 1, usual) if rank == odd else (odd, 4)
         assert f"process {other} says WORLD_SIZE {theirs}, and this one {sizes[rank]}: " in text, told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_who_is_beyond_what_rank_0_says_is_told_and_the_others_go_on(tmp_path):
+    # Rank 1 comes late, so that rank 0 is there until rank 2 has asked it.
+    told = _meet(tmp_path, (0, 2), (2, 3), (1, 2), is_last_late=True)
+    assert "process 0 says WORLD_SIZE 2, and this one 3: this is process 2" in told[1], told
+    assert ("(0, 2)" in told[0], "(1, 2)" in told[2]) == (True, True), told
 
 
 @pytest.mark.slow

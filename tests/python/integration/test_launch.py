@@ -54,6 +54,14 @@ def test_each_worker_has_its_rank_and_a_server(script, tmp_path):
     assert "[server] " in "".join(launch.err)
 
 
+@pytest.mark.parametrize("given", [{}, {"MASTER_ADDR": "", "MASTER_PORT": ""}], ids=["unset", "empty"])
+def test_workers_that_are_all_here_are_told_where_they_meet(script, given):
+    train = script("import os; print('at', os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))")
+    with command("launch", "--workers", "1", train, **given) as launch:
+        assert " at 127.0.0.1 " in launch.line("at ")
+        assert launch.ends() == 0, launch.said
+
+
 @pytest.mark.parametrize(
     ("given", "local"),
     [({}, True), ({"OFFBEAT_TOKEN": "one-that-the-user-chose"}, False), ({"OFFBEAT_HOST": "0.0.0.0"}, False)],  # noqa: S104

@@ -219,6 +219,16 @@ def test_of_a_launch_only_rank_0_has_a_bar(monkeypatch, variable):
         assert isinstance(shown, _Bar)
 
 
+@terminal()
+def test_a_rank_that_is_empty_is_none(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "")
+    monkeypatch.setenv("RANK", "")
+    with progress_for(asked=None, total=10, name="a") as shown:
+        assert isinstance(shown, _Bar)
+    monkeypatch.setenv("RANK", "1")
+    assert type(progress_for(asked=None, total=10, name="a")) is _Silent
+
+
 def test_without_a_terminal_every_rank_has_its_lines(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert isinstance(progress_for(asked=None, total=10, name="a"), _Lines)

@@ -66,6 +66,38 @@ def test_a_batch_script_of_slurm_is_one_process_however_many_tasks_its_job_has()
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "num"),
+    [
+        ('{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}', 2),
+        ('{"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": {"0": "d:1"}}}', 4),
+        ('{"cluster": {"worker": ["a:2222"]}, "task": {"type": "worker", "index": 0}}', None),
+        ('{"task": {"type": "worker", "index": 0}}', None),
+        ("{}", None),
+        ("", None),
+        ("[]", None),
+        ("null", None),
+        ('{"cluster": 3}', None),
+        ('{"cluster": {"worker": 2, "ps": "a:2222"}}', None),
+        ("worker", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_tensorflows_cluster_is_not_read_and_who_is_of_several_in_it_is_told(config, num):
+    environ = {"TF_CONFIG": config}
+    assert told(environ)[:2] == (0, 1)
+    warning = launchers.overlooked(environ, launchers.find(environ))
+    if num is None:
+        assert warning is None
+    else:
+        assert f"TF_CONFIG names {num} tasks, and is not read here" in warning
+        assert "set RANK and WORLD_SIZE, or give rank= and world_size=" in warning
+        environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+        assert launchers.overlooked(environ, launchers.find(environ)) is None
+        given = launchers.find({"TF_CONFIG": config}, rank=0, world_size=2)
+        assert launchers.overlooked({"TF_CONFIG": config}, given) is None
+
+
 @pytest.mark.parametrize("environ", [{}, SRUN, TORCHRUN, {"SLURM_NTASKS": "1"}])
 def test_of_a_process_that_is_told_of_or_alone_nothing_was_overlooked(environ):
     assert launchers.overlooked(environ, launchers.find(environ)) is None
@@ -102,6 +134,25 @@ def test_jobs_and_steps_that_share_a_machine_meet_at_ports_of_their_own():
     assert all(20_000 <= port < 32_000 for port in ports)
 
 
+@pytest.mark.parametrize("environ", [TORCHRUN, SRUN, OPEN_MPI, KUBEFLOW, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
+def test_a_variable_that_is_empty_says_nothing(environ):
+    empty = dict.fromkeys(environ, "")
+    assert told(empty) == (0, 1, None, None, 29500)
+    assert launchers.overlooked(empty, launchers.find(empty)) is None
+    plain = dict.fromkeys(TORCHRUN, "")
+    assert told(plain | environ) == told(environ), "the next that says it counts"
+
+
+def test_an_empty_variable_beside_others_says_nothing_of_its_own():
+    assert told(TORCHRUN | {"LOCAL_RANK": "", "MASTER_PORT": ""}) == (3, 8, None, "10.0.0.1", 29500)
+    assert told(SRUN | {"SLURM_STEP_ID": "", "MASTER_ADDR": ""}) == (5, 6, 1, "gpu07", 30567)
+    assert told(SRUN | {"SLURM_JOB_ID": ""})[4] == 29500
+    assert told(KUBEFLOW | {"PET_MASTER_PORT": ""})[4] == 29500
+    assert launchers.find(TORCHRUN | {"TORCHELASTIC_RUN_ID": ""}).told_by.startswith("the environment")
+    agents = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert not launchers.has_agents_store(agents | {"MASTER_PORT": ""})
+
+
 def test_what_is_given_wins_over_what_is_said():
     # Whoever numbers processes knows which device is whose.
     assert told(TORCHRUN, rank=0, world_size=2) == (0, 2, None, "10.0.0.1", 29400)
@@ -117,6 +168,7 @@ def test_what_is_given_wins_over_what_is_said():
     [
         ({"RANK": "1"}, {}, "RANK is '1' in the environment and WORLD_SIZE is not there: set both"),
         ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE is '2' in the environment and RANK is not there"),
+        ({"RANK": "1", "WORLD_SIZE": ""}, {}, "RANK is '1' in the environment and WORLD_SIZE is empty: set"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, {}, "rank is 2 and world_size is 2, by the environment (RANK"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, {}, "RANK is 'one' in the environment: it is a whole number"),
         (KUBEFLOW | {"PET_NNODES": "1:4"}, {}, "PET_NNODES is '1:4' in the environment: it is"),

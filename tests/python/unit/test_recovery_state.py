@@ -310,6 +310,20 @@ def test_sigterms_that_come_at_the_same_time_are_one(monkeypatch):
     assert caught.value.code == 143
 
 
+@pytest.mark.parametrize(("value", "is_noted"), [("", False), ("0", True)])
+def test_a_sigint_is_a_sigterm_where_launch_has_said_something(value, is_noted, monkeypatch):
+    for name in termination.SET_BY_LAUNCH:
+        monkeypatch.setenv(name, value)
+
+    def work():
+        with termination.noting_signals() as noted:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert noted.has_come
+
+    with pytest.raises(SystemExit if is_noted else KeyboardInterrupt):
+        work()
+
+
 def test_a_child_that_is_forked_meanwhile_is_ended_by_the_first_sigterm():
     (hears, ends), (told, tells) = os.pipe(), os.pipe()
     with termination.noting_signals() as noted:

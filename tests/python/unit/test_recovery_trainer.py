@@ -1302,3 +1302,41 @@ def test_a_trainer_s_own_stop_ends_the_run_around_it(tmp_path):
     assert around().train(**keywords).steps == 10
     with pytest.raises(StateError, match="outside of train"):
         trainer.stop()
+
+
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_a_trainer_s_callbacks_find_the_strategy_of_the_epoch_that_has_ended_in_another_life_too(
+    tmp_path, is_broken_off
+):
+    found, steps, signals = [], [], [signal.SIGTERM] * is_broken_off
+
+    class Notes:
+        def on_step(self, trainer, step):
+            steps.append(step.epoch)
+
+        def on_epoch_end(self, trainer, epoch):
+            found.append((epoch, trainer.strategy))
+
+    def validate(outputs, targets):
+        if signals and not torch.is_grad_enabled():
+            os.kill(os.getpid(), signals.pop())
+        return torch.tensor(0.0)
+
+    def around():
+        strategy = {0: "local", 1: "accumulate", 2: "local"}
+        inner = offbeat.AsyncTrainer(
+            net(), 0, 1, 1, strategy=strategy, callbacks=[Notes()], local_batch_size=8, seed=0
+        )
+        return FaultTolerantTrainer(inner, tmp_path, checkpoint_frequency=5, deterministic=True)
+
+    keywords = {"dataset": data(), "optimizer": optim.Adam(lr=0.01), "loss_fn": LOSS, "epochs": 3}
+    keywords |= {"validation": data(8), "metrics": [validate]}
+    trainer = around()
+    if is_broken_off:
+        with pytest.raises(SystemExit):
+            trainer.train(**keywords)
+        assert found == [], "it ended before callbacks heard of the epoch"
+        trainer = around()
+    trainer.train(**keywords)
+    assert found == [(0, "local"), (1, "accumulate"), (2, "local")]
+    assert steps == [0] * 5 + [1] * 5 + [2] * 5, "no epoch was trained twice"

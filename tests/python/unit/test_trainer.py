@@ -102,7 +102,7 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
-def test_within_a_train_the_strategy_is_that_of_the_next_batch():
+def test_callbacks_find_the_strategy_of_the_batch_and_of_the_epoch_that_they_hear_of():
     class Notes:
         def __init__(self):
             self.seen, self.shown = [], []
@@ -111,6 +111,7 @@ def test_within_a_train_the_strategy_is_that_of_the_next_batch():
             self.seen.append((step.epoch, repr(trainer.strategy)))
 
         def on_epoch_end(self, trainer, epoch):
+            self.seen.append((epoch, "end", repr(trainer.strategy)))
             self.shown.append(repr(trainer))
 
     notes = Notes()
@@ -118,9 +119,50 @@ def test_within_a_train_the_strategy_is_that_of_the_next_batch():
         plain(), strategy={0: "local", 1: averaging.Average(), 3: "local"}, callbacks=notes
     )
     train(trainer, optim.SGD(lr=0.1), data=DATA[:1], epochs=3)
-    assert notes.seen == [(0, "'local'"), (1, "Average()"), (2, "Average()")]
-    assert ["strategy Average(), 1 epochs" in notes.shown[0], "3 epochs" in notes.shown[2]] == [True, True]
-    assert trainer.strategy == "local"
+    by_epoch = ["'local'", "Average()", "Average()"]
+    assert notes.seen == [
+        noted for epoch, by in enumerate(by_epoch) for noted in ((epoch, by), (epoch, "end", by))
+    ]
+    assert ["strategy 'local', 1 epochs" in notes.shown[0], "3 epochs" in notes.shown[2]] == [True, True]
+    assert trainer.strategy == "local", "of the next train"
+    trainer.strategy = {0: "local", 4: averaging.Average()}
+    train(trainer, optim.SGD(lr=0.1), data=DATA[:1], epochs=1)
+    assert notes.seen[-2:] == [(3, "'local'"), (3, "end", "'local'")]
+    assert trainer.strategy == averaging.Average()
+
+
+def test_a_strategy_that_a_callback_sets_as_an_epoch_ends_is_found_at_once_and_trains_the_next():
+    found = []
+
+    class Sets:
+        def on_step(self, trainer, step):
+            found.append((step.epoch, type(trainer._stage.strategy).__name__))
+
+        def on_epoch_end(self, trainer, epoch):
+            found.append(trainer.strategy)
+            if epoch == 0:
+                trainer.strategy = {0: "accumulate", 1: "local"}
+                found.append(trainer.strategy)
+            if epoch == 1:
+                trainer.strategy = "accumulate"
+                found.append(trainer.strategy)
+
+    trainer = offbeat.AsyncTrainer(plain(), 0, 1, 1, strategy={0: "local", 1: "accumulate"}, callbacks=Sets())
+    train(trainer, optim.SGD(lr=0.1), data=DATA[:1], epochs=3)
+    # The first one set says "accumulate" of the epoch that has ended, and is found so; the next has its own.
+    first, second, third = (0, "Local"), (1, "Local"), (2, "Accumulated")
+    assert found == [first, "local", "accumulate", second, "local", "accumulate", third, "accumulate"]
+
+
+def test_an_interrupted_train_leaves_the_strategy_that_the_next_begins_with():
+    class Ends:
+        def on_epoch_end(self, trainer, epoch):
+            raise RuntimeError(repr(trainer.strategy))
+
+    trainer = offbeat.AsyncTrainer(plain(), strategy={0: "local", 1: averaging.Average()}, callbacks=Ends())
+    with pytest.raises(RuntimeError, match="'local'"):
+        train(trainer, optim.SGD(lr=0.1), data=DATA[:1], epochs=3)
+    assert trainer.strategy == averaging.Average()
 
 
 def test_a_batch_without_a_sample_is_refused_before_it_is_accumulated():
