@@ -251,7 +251,7 @@ class Course:
         if place is not None:
             rung = self._settings.names.index(self._in_effect[place].name)
             self._judge.wait()
-        elif excess.is_first:
+        elif excess.is_first or not self._in_effect:  # which may have ended since this step's first alert
             rung = self._climb(worker, ours, is_finite=excess.is_finite)
         if rung is not None:
             num_went_back = self.num_went_back

@@ -146,7 +146,8 @@ class Judge:
         """
         is_urgent = is_urgent and has_more(self.standing.taken, self._ladder)
         self._strikes[self._worker] += 1
-        if self._strikes[self._worker] <= self.standing.strikes and not (is_elsewhere or is_urgent):
+        is_counted = self._strikes[self._worker] <= self.standing.strikes  # by another worker's
+        if self.standing.taken and is_counted and not (is_elsewhere or is_urgent):
             self.wait()
             return None
         self._quiet.clear()

@@ -578,6 +578,42 @@ def test_a_servers_rate_is_whole_again_to_the_bit_and_one_that_was_set_since_sta
     assert "that of group 0 was set to 0.01 since, and stays" in monitor.report().releases[0].result
 
 
+def test_where_somebody_has_ended_all_that_was_in_effect_the_next_alert_begins_anew_whose_ever_it_is():
+    model, thing = net(), Averages(averaging_frequency=16)
+    monitor = warmed(model, ["loss"], remediation_strategy="increase_sync_frequency", acts_on=thing)
+    for step in (10, 11, 12):
+        monitor.observe(step, worker="a", loss=9.0)
+    thing.averaging_frequency = 12
+    trained_by.was_set(model, thing, "averaging_frequency")
+    assert monitor.in_effect == ()
+    (alert,) = monitor.observe(13, worker="b", loss=9.0)
+    assert (alert.result, alert.is_taken) == ("averaging_frequency is 6 instead of 12", True)
+    assert monitor.observe(14, worker="a", loss=9.0)[0].result == "in effect since step 13"
+
+
+@pytest.mark.parametrize("how", ["ended", "let go of"])
+def test_where_nothing_is_in_effect_any_more_a_step_s_second_alert_begins_anew(how):
+    model, thing = net(), Averages(averaging_frequency=16)
+    monitor = AsyncTrainingMonitor(
+        model,
+        ["loss", "staleness"],
+        remediation_strategy="increase_sync_frequency",
+        acts_on=thing,
+        warm_up=5,
+        quiet_steps=3,
+    )
+    for step in range(10):
+        monitor.observe(step, worker="a", loss=1.0, staleness=1.0)
+    monitor.observe(10, worker="a", loss=9.0)
+    if how == "ended":
+        trained_by.was_set(model, thing, "averaging_frequency")
+    for step in range(10, 15):  # of one that is faster
+        monitor.observe(step, worker="b", loss=1.0, staleness=1.0)
+    assert monitor.in_effect == ()
+    (alert,) = monitor.observe(10, worker="a", staleness=9.0)
+    assert (alert.action, alert.is_taken) == ("increase_sync_frequency", True)
+
+
 @pytest.mark.parametrize("is_live", [True, False])
 def test_a_reduced_rate_is_told_with_all_that_it_is_multiplied_by_and_what_it_is_then(is_live):
     groups = [{"params": [p], "lr": lr} for p, lr in zip(net().parameters(), (0.1, 0.4), strict=False)]
