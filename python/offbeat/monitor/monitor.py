@@ -452,6 +452,8 @@ class AsyncTrainingMonitor:
         self, readings: Mapping[str, float], worker: str | None, *, is_made: bool = False
     ) -> tuple[Alert, ...]:
         """Judge readings of the step under way, or of the one before, and act on what is out of range."""
+        if self._is_closed:  # by another monitor's callback or thread, since somebody began to tell this one
+            return ()
         if self._was_skipped():
             self._forget()
         step = self._num_steps + self._ahead - is_made
