@@ -257,7 +257,13 @@ class Course:
         is_done = effect.taken.is_done
         has_acted = rung is not None and (is_done or place is None)  # that it failed once more is no news
         action, result = effect.name, effect.taken.result if has_acted else effect.told
-        if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
+        is_past = (
+            action == "pause" and effect.step != self._step
+        )  # nobody waits now, as "in effect" would say
+        if is_past:
+            result = self._words_of_pause(effect.step)
+        is_said = self._is_kept_out() and not is_past
+        if not excess.is_finite and may_drop and self.keeps_out_non_finite and not is_said:
             result += "; the step's gradient is dropped"
         result += told
         alert = Alert(
@@ -354,6 +360,15 @@ class Course:
         start = "start again from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
         instead = 'put "rollback" on the ladder' if self._settings.can_roll_back() else start
         return f"parameters are not finite, and none of these remedies helps: {instead}"
+
+    def _words_of_pause(self, step: int) -> str:
+        """Say that there was a pause, and when there is none before: training goes on at this alert."""
+        num_quiet, num_alerts = self._judge.until_again
+        quiet = f"{num_quiet} step{'s are' if num_quiet > 1 else ' is'} in the range with no alert in between"
+        said = f"training was paused at step {step}, and is not again before {quiet}"
+        if num_alerts is None:
+            return said
+        return f"{said}, or {num_alerts} more {'have' if num_alerts > 1 else 'has'} an alert"
 
     def _is_kept_out(self) -> bool:
         """Tell whether a remedy that is in effect does something about what is not finite."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
-from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted
+from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted, until_again
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.spell import Spell
 
@@ -133,6 +133,11 @@ class Judge:
     def is_at_end(self) -> bool:
         """Whether each rung was taken, and the last is all that can be taken again."""
         return not has_more(self.standing.taken, self._ladder)
+
+    @property
+    def until_again(self) -> tuple[int, int | None]:
+        """How many steps in the range, or more with an alert, come before what is newest is taken again."""
+        return until_again(self.standing, self._ladder)
 
     @property
     def num_workers(self) -> int:

@@ -184,6 +184,34 @@ def test_who_lets_a_paused_run_go_on_has_peace_for_ever_longer():
     ]
 
 
+def test_an_alert_after_a_pause_says_when_the_next_one_may_come():
+    monitor = warmed(remediation_strategy="pause", pause_timeout_s=0.001, patience=3, quiet_steps=20)
+    results = [monitor.observe(step, loss=math.nan)[0].result for step in range(10, 17)]
+    begin = "training was paused at step 10, and is not again before 20 steps are in the range with no alert"
+    assert results[1:6] == [
+        *(f"{begin} in between, or {num} more have an alert" for num in (5, 4, 3, 2)),
+        f"{begin} in between, or 1 more has an alert",
+    ]
+    assert results[6].startswith("training waits")
+    for step in range(17, 38):
+        monitor.observe(step, loss=1.0)  # lets go of the second one
+    monitor.observe(38, loss=math.nan)
+    for step in range(39, 60):
+        monitor.observe(step, loss=1.0)
+    assert monitor.in_effect == ()
+    assert monitor.observe(60, loss=math.nan)[0].result.startswith("training waits")
+    assert " before 40 steps are in the range" in monitor.observe(61, loss=math.nan)[0].result  # a relapse
+
+
+def test_where_another_remedy_comes_after_a_pause_only_steps_in_the_range_lead_to_another():
+    monitor = warmed(remediation_strategy=["pause", "alert"], pause_timeout_s=0.001, quiet_steps=1)
+    monitor.observe(10, loss=9.0)
+    assert monitor.observe(11, loss=9.0)[0].result == (
+        "training was paused at step 10, and is not again before 1 step is in the range with no alert in "
+        "between"
+    )
+
+
 def test_a_callback_that_fails_is_told_of_once_and_costs_neither_training_nor_other_callbacks(caplog):
     told = []
 
