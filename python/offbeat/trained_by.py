@@ -18,9 +18,9 @@ __all__ = [
     "act_on_gradients",
     "admits",
     "has_dropped",
+    "is_lost",
     "is_watched",
     "keepers_of",
-    "lost_since",
     "moves",
     "register",
     "skipped",
@@ -52,15 +52,15 @@ class Watcher(Protocol):
         acts_on_gradients: By what settings it may scale or drop gradients, as JSON can have them; empty where
             it does neither.
         has_dropped: Whether it let no gradient of the batch be used whose loss it was told last.
-        lost_since: The first step whose batch met parameters that are not finite, as far as it has seen.
+        is_lost: Whether parameters are not finite, as far as it has seen.
     """
 
     acts_on_gradients: Sequence[object]
     has_dropped: bool
 
     @property
-    def lost_since(self) -> int | None:
-        """See there; None where they are finite."""
+    def is_lost(self) -> bool:
+        """See there; waits for nothing."""
 
     def told(self, readings: Mapping[str, Any]) -> None:
         """Take numbers of the step under way: a float, or a tensor of one element, by the metric's name."""
@@ -193,9 +193,9 @@ def has_dropped(module: "nn.Module") -> bool:
     return any(watcher.has_dropped for watcher in _watchers.of(module))
 
 
-def lost_since(module: "nn.Module") -> int | None:
-    """Give the step since which, as a watcher has seen and told, parameters are not finite; None: unknown."""
-    return next((w.lost_since for w in _watchers.of(module) if w.lost_since is not None), None)
+def is_lost(module: "nn.Module") -> bool:
+    """Tell whether parameters are not finite, as a watcher has seen and told. False: they are, or unknown."""
+    return any(watcher.is_lost for watcher in _watchers.of(module))
 
 
 def act_on_gradients(module: "nn.Module") -> list[Sequence[object]]:

@@ -47,17 +47,29 @@ class Finiteness:
         self._steps: list[int] = []
         self._has_told = False  # of a loss
         self._is_lost = False  # all that comes is no news
+        self._skipped_since: int | None = None  # for parameters that a monitor has found not to be finite
 
     def add(self, loss: torch.Tensor, step: int) -> None:
         """Take the loss of a batch that was trained on, which belongs to a step.
 
         Waits for nothing, except where nobody has looked for a long time.
         """
+        self._skipped_since = None
         if not self._is_lost:
             self._losses.append(loss.detach().reshape(()))
             self._steps.append(step)
             if len(self._losses) >= MOST_WAITING:
                 self.look()
+
+    def skip(self, step: int) -> None:
+        """Hear of a batch of which nothing came, by the step that it belongs to.
+
+        What a monitor's own count says is of no use: it goes over all calls of `train`, or is a caller's.
+        """
+        if not trained_by.is_lost(self._module):
+            self._skipped_since = None
+        elif self._skipped_since is None:
+            self._skipped_since = step
 
     def look(self) -> None:
         """Read the losses since the last look, and warn if one is the first that is not finite."""
@@ -79,19 +91,20 @@ class Finiteness:
         self._losses.clear()
         self._steps.clear()
         self._has_told = self._is_lost = False
+        self._skipped_since = None
 
     def end(self) -> None:
         """Look, and at the parameters as well: the last step's may have been the first.
 
-        Or all batches since were skipped, by a monitor, which knows since when.
+        Or all batches since were skipped, for a monitor that has found them so.
         """
         self.look()
         if not self._is_lost and not_finite(self._module):
-            self._find(self._history.steps, None, since=trained_by.lost_since(self._module))
+            self._find(self._history.steps, None, since=self._skipped_since)
 
     def _find(self, step: int, loss: float | None, since: int | None = None) -> None:
         if self._history.first_non_finite is None:
-            self._history.first_non_finite = step if since is None else min(since, step)
+            self._history.first_non_finite = step if since is None else since
         names = not_finite(self._module)
         is_news = bool(names) or not (self._has_told or trained_by.is_watched(self._module))
         self._has_told, self._is_lost = self._has_told or is_news, bool(names)

@@ -24,7 +24,7 @@ Hear = Callable[[Mapping[str, Any]], None]
 JudgeStep = Callable[[torch.optim.Optimizer | None], bool]
 Forget = Callable[[], None]
 WasSet = Callable[[object, str], None]
-LostSince = Callable[[], int | None]
+IsLost = Callable[[], bool]
 
 
 class Attachment:
@@ -49,7 +49,7 @@ class Attachment:
         *,
         forget: Forget,
         was_set: WasSet,
-        lost_since: LostSince,
+        is_lost: IsLost,
         keep: Keep,
         bring: Bring,
         scaler: Any,  # noqa: ANN401  torch has several classes of them
@@ -65,7 +65,7 @@ class Attachment:
                 make it, if there is one here; False: its gradients are not to be used.
             forget: The monitor's method that hears that there is no such step.
             was_set: The monitor's method that hears of an attribute that a trainer has set anew.
-            lost_since: The monitor's method that tells since when parameters are not finite.
+            is_lost: The monitor's method that tells whether it has seen that parameters are not finite.
             keep: The monitor's method that gives its state.
             bring: The monitor's method that goes on from one.
             scaler: As `Gradients` takes it.
@@ -76,7 +76,7 @@ class Attachment:
         self._hear = weakref.WeakMethod(hear)
         self._judge_step = weakref.WeakMethod(judge_step)
         self._forget, self._was_set = weakref.WeakMethod(forget), weakref.WeakMethod(was_set)
-        self._lost_since = weakref.WeakMethod(lost_since)
+        self._is_lost = weakref.WeakMethod(is_lost)
         self._keep, self._bring = weakref.WeakMethod(keep), weakref.WeakMethod(bring)
         self._is_judged = False
         self._may_drop = may_drop
@@ -113,16 +113,16 @@ class Attachment:
         trainers = [] if model is None else trained_by.trainers_of(model)
         return any(getattr(trainer, "shares_updates", False) for trainer in trainers)
 
-    def is_lost(self) -> bool:
+    def is_lost_now(self) -> bool:
         """Whether parameters of the model are not finite; waits for the device."""
         model = self._model()
         return model is not None and bool(not_finite(model))
 
     @property
-    def lost_since(self) -> int | None:
-        """Since which step the monitor has told that parameters are not finite; None: they are."""
-        lost_since = self._lost_since()
-        return None if lost_since is None else lost_since()
+    def is_lost(self) -> bool:
+        """Whether the monitor has seen that they are not, and knows of nothing that has mended them."""
+        is_lost = self._is_lost()
+        return is_lost is not None and is_lost()
 
     def told(self, readings: Mapping[str, Any]) -> None:
         """Hear what a trainer of ours knows."""

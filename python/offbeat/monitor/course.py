@@ -37,7 +37,7 @@ class Course:
         num_clipped: Gradients that were scaled down.
         num_taken: How often each remedy was taken, by name.
         num_went_back: How often parameters went back to what they were before.
-        lost_since: The step at which they were seen not to be finite; None: they are, as far as is known.
+        is_lost: Whether they were seen not to be finite.
     """
 
     def __init__(self, settings: Settings, ladder: Ladder, *, threshold: float, warm_up: int) -> None:
@@ -60,7 +60,7 @@ class Course:
         self._releases: deque[Release] = deque(maxlen=MOST_KEPT)
         self._num_alerts: Counter[str] = Counter()
         self._num_dropped_in_a_row = 0
-        self.lost_since: int | None = None
+        self.is_lost = False
         self._series = {metric: Series() for metric in settings.metrics}
         self._step = 0
 
@@ -68,10 +68,6 @@ class Course:
     def in_effect(self) -> tuple[str, ...]:
         """The remedies in effect, in the order in which they were taken; not what could not be done."""
         return tuple(effect.name for effect in self._in_effect if effect.taken.is_done)
-
-    @property
-    def _is_lost(self) -> bool:
-        return self.lost_since is not None
 
     @property
     def keeps_out_non_finite(self) -> bool:
@@ -170,7 +166,7 @@ class Course:
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
-        self._num_dropped_in_a_row, self.lost_since = in_a_row, None
+        self._num_dropped_in_a_row, self.is_lost = in_a_row, False
         for name, what in noted.items():
             remedies[name].recall(what)
         self._resume()
@@ -199,7 +195,7 @@ class Course:
         self.let_go()
         self._judge = self._make_judge()
         self._num_dropped_in_a_row = 0
-        self.lost_since = None
+        self.is_lost = False
 
     def let_go(self) -> None:
         """Let go of all remedies, the newest first."""
@@ -242,27 +238,32 @@ class Course:
         ours = self._left_out(worker)
         place, rung, told = None, None, ""
         if excess.is_first:
-            was_lost, is_now = self._is_lost, not excess.is_finite and is_lost()
-            self.lost_since = None if not is_now else self.lost_since if was_lost else self._step
-            told = f"; {self._words_of_loss()}" if self._is_lost and not was_lost else ""
+            was_lost, self.is_lost = self.is_lost, not excess.is_finite and is_lost()
+            told = f"; {self._words_of_loss()}" if self.is_lost and not was_lost else ""
             place = None if ours is not None else self._to_do_anew(excess)
         if not self._in_effect or (place is not None and self._is_to_begin(excess, self._in_effect[place])):
             self._begin()
         if place is not None:
             rung = self._settings.names.index(self._in_effect[place].name)
             self._judge.wait()
-        elif excess.is_first:
+        elif excess.is_first or not self._in_effect:  # which may have ended since this step's first alert
             rung = self._climb(worker, ours, is_finite=excess.is_finite)
         if rung is not None:
             num_went_back = self.num_went_back
             self._act(rung, worker, place)
             if self.num_went_back > num_went_back:  # to what is finite, as far as is known
-                self.lost_since, told = None, ""
+                self.is_lost, told = False, ""
         effect = ours or self._in_effect[-1 if place is None else place]
         is_done = effect.taken.is_done
         has_acted = rung is not None and (is_done or place is None)  # that it failed once more is no news
         action, result = effect.name, effect.taken.result if has_acted else effect.told
-        if not excess.is_finite and may_drop and self.keeps_out_non_finite and not self._is_kept_out():
+        is_past = (
+            action == "pause" and effect.step != self._step
+        )  # nobody waits now, as "in effect" would say
+        if is_past:
+            result = self._words_of_pause(effect.step)
+        is_said = self._is_kept_out() and not is_past
+        if not excess.is_finite and may_drop and self.keeps_out_non_finite and not is_said:
             result += "; the step's gradient is dropped"
         result += told
         alert = Alert(
@@ -316,7 +317,7 @@ class Course:
         is_left = self._judge.is_at_end and not excess.is_finite
         if newest >= 0 and not self._in_effect[newest].taken.is_done and (excess.is_new or is_left):
             return newest
-        if not (self._is_lost and (excess.is_new or self._judge.standing.quiet > 0)):
+        if not (self.is_lost and (excess.is_new or self._judge.standing.quiet > 0)):
             return None
         return max((n for n, effect in enumerate(self._in_effect) if effect.name == "rollback"), default=None)
 
@@ -326,7 +327,7 @@ class Course:
         Of a new matter, all that was kept until now is of before it. And lost parameters that could not be
         brought back by going further back are worth less than whatever is kept.
         """
-        return excess.is_new or (self._is_lost and not effect.taken.is_done)
+        return excess.is_new or (self.is_lost and not effect.taken.is_done)
 
     def _climb(self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool) -> int | None:
         """Give the rung to take for a worker's alert, if it is time to take one.
@@ -346,7 +347,7 @@ class Course:
             and self._in_effect[-1].taken.left_out is not None
             and 2 * (num_out + 1) < self._judge.num_workers
         )
-        if self._is_lost and self._judge.is_at_end and not self._settings.remedies[-1].helps_what_is_lost:
+        if self.is_lost and self._judge.is_at_end and not self._settings.remedies[-1].helps_what_is_lost:
             self._judge.wait()
             return None
         is_urgent = not is_finite and not self._is_kept_out()
@@ -359,6 +360,15 @@ class Course:
         start = "start again from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
         instead = 'put "rollback" on the ladder' if self._settings.can_roll_back() else start
         return f"parameters are not finite, and none of these remedies helps: {instead}"
+
+    def _words_of_pause(self, step: int) -> str:
+        """Say that there was a pause, and when there is none before: training goes on at this alert."""
+        num_quiet, num_alerts = self._judge.until_again
+        quiet = f"{num_quiet} step{'s are' if num_quiet > 1 else ' is'} in the range with no alert in between"
+        said = f"training was paused at step {step}, and is not again before {quiet}"
+        if num_alerts is None:
+            return said
+        return f"{said}, or {num_alerts} more {'have' if num_alerts > 1 else 'has'} an alert"
 
     def _is_kept_out(self) -> bool:
         """Tell whether a remedy that is in effect does something about what is not finite."""

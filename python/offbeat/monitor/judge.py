@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
-from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted
+from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted, until_again
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.spell import Spell
 
@@ -135,6 +135,11 @@ class Judge:
         return not has_more(self.standing.taken, self._ladder)
 
     @property
+    def until_again(self) -> tuple[int, int | None]:
+        """How many steps in the range, or more with an alert, come before what is newest is taken again."""
+        return until_again(self.standing, self._ladder)
+
+    @property
     def num_workers(self) -> int:
         """How many workers were observed by their names."""
         return len(self._steps) - (None in self._steps)
@@ -146,7 +151,8 @@ class Judge:
         """
         is_urgent = is_urgent and has_more(self.standing.taken, self._ladder)
         self._strikes[self._worker] += 1
-        if self._strikes[self._worker] <= self.standing.strikes and not (is_elsewhere or is_urgent):
+        is_counted = self._strikes[self._worker] <= self.standing.strikes  # by another worker's
+        if self.standing.taken and is_counted and not (is_elsewhere or is_urgent):
             self.wait()
             return None
         self._quiet.clear()

@@ -5,7 +5,7 @@ Pure values: `after_alert` and `after_quiet` give another state, and what to do.
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Ladder", "Standing", "after_alert", "after_quiet", "has_more", "noted"]
+__all__ = ["Ladder", "Standing", "after_alert", "after_quiet", "has_more", "noted", "until_again"]
 
 MOST_DOUBLINGS = 6
 """Of the quiet time: 64 times as long at most."""
@@ -96,6 +96,19 @@ def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | Non
         *rest, newest = standing.taken
         return Standing(taken=tuple(rest), relapses=standing.relapses, has_let_go=True), newest
     return Standing(), None  # quiet for so long without any: the next alert is a new matter
+
+
+def until_again(standing: Standing, ladder: Ladder) -> tuple[int, int | None]:
+    """Tell what has to come before the newest rung, which is in effect, may be taken again.
+
+    Returns:
+        Steps in the range, after which it is let go of; or as many more with an alert, None where those take
+        another rung or none.
+    """
+    quiet = ladder.quiet_steps * 2**standing.relapses - standing.quiet
+    if has_more(standing.taken, ladder) or _next(standing.taken, ladder) is None:
+        return quiet, None
+    return quiet, max(_patience(standing.taken, ladder) - standing.strikes, 1)
 
 
 def _next(taken: tuple[int, ...], ladder: Ladder) -> int | None:

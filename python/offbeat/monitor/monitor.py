@@ -185,7 +185,7 @@ class AsyncTrainingMonitor:
                 self._judge_step,
                 forget=self._forget,
                 was_set=self._was_set,
-                lost_since=self._lost_since,
+                is_lost=self._is_lost,
                 keep=self.state_dict,
                 bring=self.load_state_dict,
                 scaler=grad_scaler,
@@ -442,9 +442,9 @@ class AsyncTrainingMonitor:
         with self._lock:
             self._course.was_set(thing, name)
 
-    def _lost_since(self) -> int | None:
-        """Tell since which step parameters are not finite, as far as was seen."""
-        return self._course.lost_since
+    def _is_lost(self) -> bool:
+        """Tell whether parameters are not finite, as far as was seen."""
+        return self._course.is_lost
 
     # ------------------------------------------------------------------ inside
 
@@ -452,12 +452,14 @@ class AsyncTrainingMonitor:
         self, readings: Mapping[str, float], worker: str | None, *, is_made: bool = False
     ) -> tuple[Alert, ...]:
         """Judge readings of the step under way, or of the one before, and act on what is out of range."""
+        if self._is_closed:  # by another monitor's callback or thread, since somebody began to tell this one
+            return ()
         if self._was_skipped():
             self._forget()
         step = self._num_steps + self._ahead - is_made
         num_pauses, num_went_back = self._course.num_taken["pause"], self._course.num_went_back
         is_alone = self._attachment is not None and not self._attachment.are_shared()
-        alerts = self._course.take(step, readings, worker, may_drop=is_alone, is_lost=self._is_lost)
+        alerts = self._course.take(step, readings, worker, may_drop=is_alone, is_lost=self._is_lost_now)
         if self._course.num_taken["pause"] > num_pauses:
             self._resumed.clear()
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
@@ -467,9 +469,9 @@ class AsyncTrainingMonitor:
         self._is_broken |= is_alone and self._course.keeps_out_non_finite and not all(map(is_finite, alerts))
         return alerts
 
-    def _is_lost(self) -> bool:
+    def _is_lost_now(self) -> bool:
         """Tell whether parameters of the model are not finite; waits for the device."""
-        return self._attachment is not None and self._attachment.is_lost()
+        return self._attachment is not None and self._attachment.is_lost_now()
 
     def _was_skipped(self) -> bool:
         """Tell whether the GradScaler has skipped the step of which there was an alert: it told by its scale.

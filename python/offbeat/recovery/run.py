@@ -303,7 +303,9 @@ class Run:
             self._again = None
             self._hear()
             history = self._account.history
-            if not done.is_skipped:
+            if done.is_skipped:
+                self._finiteness.skip(history.steps)
+            else:
                 self._finiteness.add(done.loss, history.steps)
             self._trainee.after_step()
             if done.lost is not None:

@@ -183,7 +183,9 @@ class Loop:
         history.samples += samples
         self._progress.advance()
         self._note()
-        if not made.is_skipped:
+        if made.is_skipped:
+            self._finiteness.skip(history.steps)
+        else:
             self._finiteness.add(loss, history.steps)
         if plan.callbacks.has("on_step"):
             norm = workshop.numerics.norm

@@ -98,6 +98,45 @@ def test_where_a_monitor_drops_all_since_the_step_that_met_such_parameters_is_kn
     assert 'put "rollback" behind its remedies' in said
 
 
+@pytest.mark.parametrize("numbers", ["its own", "a caller's"])
+@pytest.mark.parametrize("kind", ["local", "around"])
+def test_that_step_is_one_of_this_train_however_a_monitor_counts(kind, numbers, tmp_path, caplog):
+    model = net()
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        train(kind, model, tmp_path / "first", Loss())
+        if numbers == "a caller's":
+            monitor.observe(5000, loss=1.0)
+
+        def loss_fn(outputs, targets, num=[0]):  # noqa: B006  counts the calls
+            num[0] += 1
+            if num[0] == 8:
+                nn.init.constant_(model[0].weight, math.nan)
+            return nn.functional.cross_entropy(outputs, targets)
+
+        history = train(kind, model, tmp_path / "second", loss_fn)
+    assert (history.steps, history.skipped, history.first_non_finite) == (20, 12, 9)
+    said = warned(caplog)[-1]
+    assert "training has ended at step 20, and parameters are not finite since step 9, 0.weight" in said
+
+
+def test_a_batch_that_was_skipped_before_for_another_reason_is_not_that_step():
+    model, history = net(), History()
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5) as monitor:
+        seen = Finiteness(model, history, remedy="do something")
+        for step in range(1, 9):
+            history.steps = step
+            if step == 7:
+                nn.init.constant_(model[0].weight, math.nan)
+            is_bad = step in (2, 6, 7, 8)
+            monitor.observe(step, loss=math.nan if is_bad else 1.0)
+            if is_bad:
+                seen.skip(step)
+            else:
+                seen.add(torch.tensor(1.0), step)
+        seen.end()
+    assert history.first_non_finite == 7
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_all_is_finite_nothing_is_said(kind, tmp_path, caplog):
     assert train(kind, net(), tmp_path, Loss()).first_non_finite is None

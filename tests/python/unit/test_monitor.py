@@ -184,6 +184,34 @@ def test_who_lets_a_paused_run_go_on_has_peace_for_ever_longer():
     ]
 
 
+def test_an_alert_after_a_pause_says_when_the_next_one_may_come():
+    monitor = warmed(remediation_strategy="pause", pause_timeout_s=0.001, patience=3, quiet_steps=20)
+    results = [monitor.observe(step, loss=math.nan)[0].result for step in range(10, 17)]
+    begin = "training was paused at step 10, and is not again before 20 steps are in the range with no alert"
+    assert results[1:6] == [
+        *(f"{begin} in between, or {num} more have an alert" for num in (5, 4, 3, 2)),
+        f"{begin} in between, or 1 more has an alert",
+    ]
+    assert results[6].startswith("training waits")
+    for step in range(17, 38):
+        monitor.observe(step, loss=1.0)  # lets go of the second one
+    monitor.observe(38, loss=math.nan)
+    for step in range(39, 60):
+        monitor.observe(step, loss=1.0)
+    assert monitor.in_effect == ()
+    assert monitor.observe(60, loss=math.nan)[0].result.startswith("training waits")
+    assert " before 40 steps are in the range" in monitor.observe(61, loss=math.nan)[0].result  # a relapse
+
+
+def test_where_another_remedy_comes_after_a_pause_only_steps_in_the_range_lead_to_another():
+    monitor = warmed(remediation_strategy=["pause", "alert"], pause_timeout_s=0.001, quiet_steps=1)
+    monitor.observe(10, loss=9.0)
+    assert monitor.observe(11, loss=9.0)[0].result == (
+        "training was paused at step 10, and is not again before 1 step is in the range with no alert in "
+        "between"
+    )
+
+
 def test_a_callback_that_fails_is_told_of_once_and_costs_neither_training_nor_other_callbacks(caplog):
     told = []
 
@@ -576,6 +604,42 @@ def test_a_servers_rate_is_whole_again_to_the_bit_and_one_that_was_set_since_sta
     monitor.close()
     assert server.rates == [0.01, 0.3]
     assert "that of group 0 was set to 0.01 since, and stays" in monitor.report().releases[0].result
+
+
+def test_where_somebody_has_ended_all_that_was_in_effect_the_next_alert_begins_anew_whose_ever_it_is():
+    model, thing = net(), Averages(averaging_frequency=16)
+    monitor = warmed(model, ["loss"], remediation_strategy="increase_sync_frequency", acts_on=thing)
+    for step in (10, 11, 12):
+        monitor.observe(step, worker="a", loss=9.0)
+    thing.averaging_frequency = 12
+    trained_by.was_set(model, thing, "averaging_frequency")
+    assert monitor.in_effect == ()
+    (alert,) = monitor.observe(13, worker="b", loss=9.0)
+    assert (alert.result, alert.is_taken) == ("averaging_frequency is 6 instead of 12", True)
+    assert monitor.observe(14, worker="a", loss=9.0)[0].result == "in effect since step 13"
+
+
+@pytest.mark.parametrize("how", ["ended", "let go of"])
+def test_where_nothing_is_in_effect_any_more_a_step_s_second_alert_begins_anew(how):
+    model, thing = net(), Averages(averaging_frequency=16)
+    monitor = AsyncTrainingMonitor(
+        model,
+        ["loss", "staleness"],
+        remediation_strategy="increase_sync_frequency",
+        acts_on=thing,
+        warm_up=5,
+        quiet_steps=3,
+    )
+    for step in range(10):
+        monitor.observe(step, worker="a", loss=1.0, staleness=1.0)
+    monitor.observe(10, worker="a", loss=9.0)
+    if how == "ended":
+        trained_by.was_set(model, thing, "averaging_frequency")
+    for step in range(10, 15):  # of one that is faster
+        monitor.observe(step, worker="b", loss=1.0, staleness=1.0)
+    assert monitor.in_effect == ()
+    (alert,) = monitor.observe(10, worker="a", staleness=9.0)
+    assert (alert.action, alert.is_taken) == ("increase_sync_frequency", True)
 
 
 @pytest.mark.parametrize("is_live", [True, False])

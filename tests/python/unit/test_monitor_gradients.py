@@ -408,6 +408,29 @@ def test_a_nan_is_dropped_each_time_where_any_remedy_of_the_ladder_keeps_it_out(
     assert monitor.report().num_dropped == 3
 
 
+@pytest.mark.parametrize("factor", [math.nan, 100.0])
+def test_an_alert_after_a_pause_says_that_what_is_not_finite_is_dropped(factor):
+    model = normed()
+    optimizer = sgd(model)
+    monitor = AsyncTrainingMonitor(
+        model, ["loss"], remediation_strategy="pause", pause_timeout_s=0.001, warm_up=5
+    )
+    results, has_changed = [], []
+    for step in range(16):
+        before = state_of(model, optimizer)
+        optimizer.zero_grad()
+        loss = loss_of(model, step) * (factor if step in (8, 14) else 1.0)  # two matters
+        loss.backward()
+        results += [alert.result for alert in monitor.observe(step, loss=loss.detach())]
+        optimizer.step()
+        has_changed.append(not same(before, state_of(model, optimizer)))
+    assert results[0].startswith("training waits")
+    assert results[1].startswith("training was paused at step 8, and is not again before")
+    is_dropped = math.isnan(factor)
+    assert results[1].endswith("; the step's gradient is dropped") == is_dropped
+    assert (has_changed[8], has_changed[14]) == (False, not is_dropped)
+
+
 def test_a_nan_is_used_where_no_remedy_of_the_ladder_keeps_it_out():
     model = net()
     optimizer = sgd(model)

@@ -50,6 +50,25 @@ def trained(kind, model, directory, reduction="mean"):
     return trainer, train
 
 
+def test_a_monitor_that_another_one_s_callback_has_closed_hears_no_more():
+    model = net()
+
+    def close(alert):
+        if alert.num == 2:  # which the other one, told next, would judge with nothing in effect
+            second.close()
+
+    def loss_fn(outputs, targets, num=[0]):  # noqa: B006  counts the calls
+        num[0] += 1
+        return nn.functional.cross_entropy(outputs, targets) * (100.0 if num[0] > 6 else 1.0)
+
+    keywords = {"divergence_metrics": ["loss"], "remediation_strategy": "alert", "warm_up": 5}
+    with AsyncTrainingMonitor(model, callbacks=close, **keywords) as first:
+        second = AsyncTrainingMonitor(model, **keywords)
+        trainer = offbeat.AsyncTrainer(model)
+        trainer.train(dataloader=BATCHES, loss_fn=loss_fn, optimizer=optim.SGD(lr=1e-6), progress=False)
+    assert (first.report().num_alerts, second.report().num_alerts) == ({"loss": 4}, {"loss": 1})
+
+
 @pytest.mark.parametrize("kind", ["local", "average", "accumulate", "fault_tolerant"])
 def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a_nan(kind, tmp_path):
     model = net()
