@@ -334,7 +334,6 @@ class Client(process.Live):
                 the longest that a member gives counts. None: it does not say; where nobody does, as long as
                 it takes.
             at_least: Members that the round is to have, this client among them, unless the grace has passed.
-                Of one that is not at work that counts for 10 s, once all who are waited for have ended.
             terms: By what this client takes part, in words of up to 1024 bytes without control characters,
                 which have to be the same in all members. None: it does not say.
             wish: By what it would from the next round on; `Entered.agreed` tells when all do. None: by the

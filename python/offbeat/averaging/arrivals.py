@@ -110,11 +110,12 @@ class Arrivals(Served):
         self._enrolled_s = 0.0  # when it last became one of those who are waited for
         super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected, ask=ask)
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
         """Give this member what the server has, which since the last of a `flush` is the same for all."""
         self._tensors = dict(zip(self._tensors, tensors, strict=True))
         if self._presence.is_met:  # else what it has is old, and this member's own model is better
             self._take_over()
+        return 0
 
     def go_out_anew(self) -> None:
         """Begin once more with what the server has."""

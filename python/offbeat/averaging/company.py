@@ -28,7 +28,7 @@ class Company:
         self.num_before, self._has_waited = 1, False
         self._lost: set[str] = set()  # of whom it is known
         self._missed: str | None = None  # of whom it was told that they are waited for
-        self._num_in_vain = 0  # who were there at this member's end, and came to no round
+        self._in_vain: set[str] = set()  # of whom it was told that this ended without them
 
     def note_lost(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Take note of who was lost before this member came; `workers`: as a status has them."""
@@ -127,33 +127,20 @@ class Company:
             )
         self._lost |= set(causes)
 
-    def num_at_end(self, workers: Sequence[Mapping[str, Any]]) -> int:
-        """Count those with whom a member that has ended would end: all who are there, in a round yet or not.
-
-        Who was waited for in vain already is not.
+    def tell_of_newcomers(self, status: Mapping[str, Any]) -> None:
+        """Say, once of each, without whom all end who is there: it came to no round while they waited.
 
         Args:
-            workers: As a status has them.
+            status: The server's, after a round in which all had ended.
         """
-        num = sum(worker["state"] not in (*ENDED, "lost") for worker in workers)
-        return max(num - self._num_in_vain, 1)
-
-    def tell_who_did_not_come(self, entered: Entered, num_wanted: int) -> None:
-        """Say that the last round of all is without some who are there, and have been in none.
-
-        Args:
-            entered: Into the round, as one that has ended.
-            num_wanted: How many were to be in it.
-        """
-        num_without = num_wanted - entered.members
-        if entered.at_work or num_without <= 0:
-            return
-        self._num_in_vain += num_without
-        log.warn(
-            f"this ends with {entered.members} of the {num_wanted} members that are at the server: "
-            f"{num_without} that has come of late was in no round of averaging yet, and for 10 s has come to "
-            f"none; what it learns is not in this model"
-        )
+        came = status["rounds"].get("newcomers", ())
+        names = {w["id"] for w in status["workers"] if w["incarnation"] in came and w["state"] not in ENDED}
+        if news := sorted(names - self._in_vain):
+            log.warn(
+                f"this ends without {', '.join(news)}, at the server and in no round of averaging yet: the "
+                f"others wait 10 s for such a one at their end; what it learns is not in this model"
+            )
+        self._in_vain |= names
 
     @contextmanager
     def telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:

@@ -208,8 +208,12 @@ class Members(Protocol):
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all members the first one's values, in place; where the server is `away`, nobody anything."""
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Give all members the first one's values, in place; where the server is `away`, nobody anything.
+
+        Returns:
+            How many of them have not ended by now.
+        """
 
     def state(self) -> list[list[float]]:
         """Give what all said before the round under way and is not known here yet; after a loss, nothing."""
@@ -286,8 +290,10 @@ class Alone:
         del value
         return True
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
         """They are."""
+        del tensors
+        return 0
 
     def state(self) -> list[list[float]]:
         """Nothing: all is known."""
@@ -450,7 +456,7 @@ class Group:
         with self._sums.together() as group:
             return is_alike(group, value, self._device)
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
         """Broadcast.
 
         Raises:
@@ -458,6 +464,7 @@ class Group:
         """
         with self._sums.together() as group:
             begin_alike(group, tensors)
+        return 0
 
     def state(self) -> list[list[float]]:
         """Wait for what is still to be known; where a member is lost nobody comes to know it."""

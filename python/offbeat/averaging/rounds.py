@@ -306,11 +306,14 @@ class Rounds:
             self._follow(wanted.plan)
         return outcome
 
-    def end_alike(self) -> None:
+    def end_alike(self) -> int:
         """Leave the same model in all members, also of what has not been averaged of late.
 
         That is the centre, where the method has one; and the first member's value of what was frozen while it
         differed. Where the members cannot be reached, this one's model stays as it is.
+
+        Returns:
+            How many members have not ended by now.
         """
         own: list[tuple[nn.Parameter, torch.Tensor]] = []
         are_alike = False
@@ -322,8 +325,9 @@ class Rounds:
                     for parameter, part in zip(trained, memory.parts("reference"), strict=True):
                         own.append((parameter, parameter.detach().clone()))
                         parameter.copy_(part)
-            self._members.make_alike([*self._parameters, *self._statistics.buffers()])
+            num_at_work = self._members.make_alike([*self._parameters, *self._statistics.buffers()])
             are_alike = self._members.away is None
+            return num_at_work
         finally:
             if not are_alike:
                 with torch.no_grad():

@@ -215,8 +215,11 @@ class Served:
         del value
         return True
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
         """Give all who are there the mean of what they have, one as the other; each has to call this.
+
+        Returns:
+            How many of them are at work: one that has come since the round in which all had ended.
 
         Raises:
             ClosedError: If this is closed.
@@ -224,21 +227,22 @@ class Served:
         self._check_open()
         self._tensors = dict(zip(self._tensors, tensors, strict=True))  # moved, it has new buffers
         self._end_given_up()
-        is_brought = False
+        num_at_work, is_brought = 0, False
         try:
             if not self._presence.is_met:
                 self._meet()
             while not is_brought:
                 own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
                 with self.telling():
-                    _, _, is_brought = self._exchange(
+                    num_at_work, _, is_brought = self._exchange(
                         own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
                     )
         except LOST as error:
             self._presence.pause(error)
-            return
+            return 0
         self._presence.go_on()
         self._take_over()
+        return num_at_work
 
     def state(self) -> list[list[float]]:
         """Nothing: a round tells all that there is to know."""
@@ -453,12 +457,10 @@ class Served:
         client = self._presence.met()
         former = self._presence.former_names()
         is_at_work |= bool(former)
-        num_wanted = 1 if is_at_work else self._company.num_at_end(client.status()["workers"])
         with self._company.telling_whom_it_misses(client, is_at_work=is_at_work):
-            entered = client.enter(
-                weight, at_work=is_at_work, at_least=num_wanted, terms=self._terms, wish=wish
-            )
-        self._company.tell_who_did_not_come(entered, num_wanted)
+            entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
+        if not entered.at_work:
+            self._company.tell_of_newcomers(client.status())
         self._presence.leave_as(former)
         was_away = self._presence.take_part()
         if self._company.is_known and not was_away:  # else it is told of what was lost in between

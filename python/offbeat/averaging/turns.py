@@ -175,19 +175,20 @@ class Turns:
             self._check_there()
         if not self.members.is_alone:
             num_at_work = 1
-            while num_at_work:
-                self.rounds.begin(self._progress(owner, is_at_work=False))
-                num_at_work = self.finish(owner).num_at_work
+            while num_at_work:  # once more where one has come as the others were about to be through
+                while num_at_work:
+                    self.rounds.begin(self._progress(owner, is_at_work=False))
+                    num_at_work = self.finish(owner).num_at_work
+                    self._check_there()
+                while self.rounds.are_apart:
+                    self.rounds.begin(self._progress(owner, is_at_work=False), meets_all=True)
+                    outcome = self.finish(owner)
+                    if outcome.is_averaged:
+                        self.course.count_round(outcome.drift)
+                    self._check_there()
+                trained_by.moves(owner.model)
+                num_at_work = self.rounds.end_alike()
                 self._check_there()
-            while self.rounds.are_apart:
-                self.rounds.begin(self._progress(owner, is_at_work=False), meets_all=True)
-                outcome = self.finish(owner)
-                if outcome.is_averaged:
-                    self.course.count_round(outcome.drift)
-                self._check_there()
-            trained_by.moves(owner.model)
-            self.rounds.end_alike()
-            self._check_there()
 
     def drop(self) -> None:
         """Take no notice of what comes of the round under way."""

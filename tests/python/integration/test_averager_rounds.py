@@ -589,10 +589,47 @@ def test_who_has_come_and_trains_nothing_is_waited_for_at_the_end_for_a_moment_a
     acquainted(server, first, second)
     idle = Member(server)
     with warned() as told, ThreadPoolExecutor() as pool:
-        for one in [pool.submit(one.averager.flush) for one in (first, second)]:
-            one.result(timeout=3 * AT_ONCE_S)
-        assert len([text for text in told if "this ends with 2 of the 3 members" in text]) == 2
-        for one in [pool.submit(one.averager.flush) for one in (first, second)]:
-            one.result(timeout=AT_ONCE_S)
-    assert len([text for text in told if "this ends with" in text]) == 2
+        for limit_s in (3 * AT_ONCE_S, AT_ONCE_S):
+            for one in [pool.submit(one.averager.flush) for one in (first, second)]:
+                one.result(timeout=limit_s)
+    assert (
+        len([text for text in told if "this ends without worker-2, at the server and in no round" in text])
+        == 2
+    )
+    assert len([text for text in told if "this ends" in text]) == 2
     assert idle.averager.averaging_round == 0
+
+
+def test_who_leaves_while_others_end_is_not_waited_for_as_one_that_has_just_come(server):
+    first, second = Member(server), Member(server)
+    acquainted(server, first, second)
+    with warned() as told, ThreadPoolExecutor() as pool:
+        ended = pool.submit(first.averager.flush)
+        until_entered(server, 1)
+        second.averager.end_by(RuntimeError("it was told to"))
+        ended.result(timeout=AT_ONCE_S)
+    assert [text for text in told if "this ends without" in text] == []
+    assert server.status()["rounds"].get("newcomers") is None
+
+
+def test_one_that_comes_as_the_others_are_through_ends_with_them_all_the_same(server, monkeypatch):
+    member, late = Member(server), []
+    member.train()
+    alike = member.averager._turns.members.make_alike
+
+    def comes_before(tensors):
+        if not late:
+            late.append(Member(server))
+            late.append(late[0].behind())
+        return alike(tensors)
+
+    monkeypatch.setattr(member.averager._turns.members, "make_alike", comes_before)
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(member.averager.flush)
+        wait_for(lambda: len(late) == 2)
+        late[1].join(AT_ONCE_S)
+        late[0].train(1)
+        late[0].averager.flush()
+        ended.result(timeout=AT_ONCE_S)
+    held = [torch.cat([p.flatten() for p in one.model.parameters()]) for one in (member, late[0])]
+    assert torch.equal(*held)

@@ -16,8 +16,7 @@ pub struct Entry {
     pub at_work: bool,
     /// How long it would have the round wait, from when the first has entered, for those who have not.
     pub grace: Option<Duration>,
-    /// How many it would have in the round, itself among them, unless the grace has passed. Of one that is not at work
-    /// that counts for 10 seconds, once all who are waited for have ended.
+    /// How many it would have in the round, itself among them, unless the grace has passed.
     pub at_least: Option<u32>,
     /// By what it takes part, in up to [`MOST_TERMS_BYTES`]: refused where others do by something else.
     pub terms: Option<String>,

@@ -12,8 +12,9 @@
 //! they are not there: by who has ended for as long as they may come, and by who is at work for a moment, since a whole job
 //! that was started again comes with others.
 //!
-//! Who is there and has never entered is not waited for by who is at work, since nobody knows how long it will take to its
-//! first. Those who have all ended would have it with them, and wait for it for a moment ([`Entry::at_least`]).
+//! Newcomers, who are there and have not entered yet, are not waited for by who is at work, since nobody knows how long
+//! they will take to their first round. Those who have all ended would have them with them, and wait for a moment: once for
+//! each, who may never come, as one that only looks on.
 //!
 //! Workers may say by what *terms* they take part: the first on the roster says what it is by, and who says another is
 //! refused, and not waited for. Terms change after a round in which the whole roster was, and wished for the same. Who was
@@ -32,7 +33,7 @@ const TIMES_THE_SLOWEST: u32 = 10;
 /// Rounds that are over and of which it is still known how many shares were missing: who asks again is never further
 /// behind, having no more than one answer to lose.
 const MOST_REMEMBERED: usize = 1000;
-/// How long those who have all ended wait for as many as they would have in the round: a default lease.
+/// How long those who have all ended wait for newcomers: a default lease.
 const LINGER: Duration = Duration::from_secs(10);
 
 /// What a worker says when it enters.
@@ -45,8 +46,7 @@ pub(super) struct Entry {
     /// How long, since the first has entered, it would have the round wait for those who have not. `None`: it does not
     /// say, and where nobody does the round waits as long as it takes.
     pub(super) grace: Option<Duration>,
-    /// How many it would have in the round; the most that anybody says counts. What those say who have ended does only
-    /// where all who have entered have, and for no longer than [`LINGER`] since the last of them did.
+    /// How many it would have in the round; the most that anybody says counts.
     pub(super) at_least: u32,
     /// By what it takes part; `None`: it does not say.
     pub(super) terms: Option<Arc<str>>,
@@ -80,6 +80,9 @@ pub(super) struct RoundsStatus {
     pub(super) missing: u64,
     /// Who has entered the round that is open.
     pub(super) open_entrants: usize,
+    /// Who is there and has not entered yet, or not since it was lost: by incarnation.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) newcomers: Vec<u32>,
     /// By what those take part who are there, if they say.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) terms: Option<String>,
@@ -121,6 +124,10 @@ pub(super) struct Rounds {
     patience: Duration,
     /// Since when somebody does.
     waits_since: Option<Instant>,
+    /// Who is there and not on the roster, and since when.
+    newcomers: BTreeMap<u32, Instant>,
+    /// Of these, whom those who had all ended have waited for already.
+    in_vain: BTreeSet<u32>,
     /// Who has entered the round that is open, and when.
     open: BTreeMap<u32, (Entry, Instant)>,
     /// Those that are not over, by number.
@@ -163,7 +170,7 @@ impl Rounds {
         now: Instant,
     ) -> Result<Option<Part>, OtherTerms> {
         if let Some(part) = self.part(incarnation) {
-            self.roster.insert(incarnation);
+            self.admit(incarnation);
             return Ok(Some(part));
         }
         if let Err(other) = self.meet_terms(incarnation, &entry) {
@@ -173,7 +180,7 @@ impl Rounds {
             }
             entry.samples = 0.0; // what it has made, it has made by other terms
         }
-        self.roster.insert(incarnation);
+        self.admit(incarnation);
         self.expected.remove(&incarnation);
         if entry.at_work {
             self.waits_since.get_or_insert(now);
@@ -182,6 +189,13 @@ impl Rounds {
         self.open.insert(incarnation, (entry, since));
         self.close_if_due(now);
         Ok(self.part(incarnation))
+    }
+
+    /// Puts a worker on the roster.
+    fn admit(&mut self, incarnation: u32) {
+        self.roster.insert(incarnation);
+        self.newcomers.remove(&incarnation);
+        self.in_vain.remove(&incarnation);
     }
 
     /// Takes a worker's terms for those of all, if nobody else has any.
@@ -253,10 +267,21 @@ impl Rounds {
         }
     }
 
+    /// Takes note of who is there, in a round yet or not.
+    pub(super) fn see(&mut self, there: &BTreeSet<u32>, now: Instant) {
+        self.newcomers.retain(|incarnation, _| there.contains(incarnation));
+        self.in_vain.retain(|incarnation| there.contains(incarnation));
+        for &incarnation in there.difference(&self.roster) {
+            self.newcomers.entry(incarnation).or_insert(now);
+        }
+        self.close_if_due(now);
+    }
+
     /// The server stood still for so long: that time is taken out of every grace, and of what a push took.
     pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
         let entered = self.open.values_mut().map(|(_, since)| since).chain(&mut self.waits_since);
-        for since in entered.chain(self.closed.values_mut().map(|closed| &mut closed.since)) {
+        let begun = self.closed.values_mut().map(|closed| &mut closed.since);
+        for since in entered.chain(begun).chain(self.newcomers.values_mut()) {
             *since = (*since + standstill).min(now);
         }
     }
@@ -278,12 +303,14 @@ impl Rounds {
         first.checked_add(grace)
     }
 
-    /// Until when those who have all ended wait for who has never entered; `None`: they do not.
+    /// Until when those who have entered, and have all ended, wait for newcomers; `None`: they do not. That is for each of
+    /// these from when it came, or the last of those ended.
     fn lingers_until(&self) -> Option<Instant> {
-        let most = self.open.values().map(|(entry, _)| entry.at_least).max()?;
-        let all_have_ended = self.open.values().all(|(entry, _)| !entry.at_work);
         let last = self.open.values().map(|(_, since)| *since).max()?;
-        (all_have_ended && self.open.len() < most as usize).then(|| last + LINGER)
+        let all_have_ended = self.open.values().all(|(entry, _)| !entry.at_work);
+        let awaited = self.newcomers.iter().filter(|(one, _)| !self.in_vain.contains(one));
+        let come = awaited.map(|(_, since)| *since).max().filter(|_| all_have_ended)?;
+        come.max(last).checked_add(LINGER)
     }
 
     /// When the clock has to be looked at again, since the open round may close then.
@@ -312,6 +339,7 @@ impl Rounds {
             closed: self.num_closed,
             missing: self.num_missing,
             open_entrants: self.open.len(),
+            newcomers: self.newcomers.keys().copied().collect(),
             terms: self.terms.as_deref().filter(|_| self.has_members()).map(str::to_owned),
         }
     }
@@ -328,14 +356,16 @@ impl Rounds {
 
     fn close_if_due(&mut self, now: Instant) {
         let is_full = || {
-            let at_work = self.open.values().filter(|(entry, _)| entry.at_work);
-            let at_least = at_work.map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
+            let at_least = self.open.values().map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
             self.open.len() >= at_least
                 && self.lingers_until().is_none_or(|until| now >= until)
                 && self.has_all_but(|incarnation| self.is_missed_by_none(incarnation, now))
         };
         let is_late = || self.deadline().is_some_and(|deadline| now >= deadline);
         if !self.open.is_empty() && (is_full() || is_late()) {
+            if self.lingers_until().is_some_and(|until| now >= until) {
+                self.in_vain.extend(self.newcomers.keys());
+            }
             self.close(now);
         }
     }

@@ -156,6 +156,7 @@ impl Shared {
             let now = self.judged(&members, Instant::now());
             rounds.expect_only(|incarnation| expected.contains(&incarnation));
             rounds.keep(|incarnation| there.contains(&incarnation), now);
+            rounds.see(&(&there - &expected), now);
         }
         drop((members, rounds));
         self.round_has_changed();
@@ -194,6 +195,7 @@ impl Shared {
         let now = self.judged(&members, Instant::now());
         let mut rounds = lock(&self.rounds);
         let before = rounds.milestones();
+        rounds.see(&(&members.awaited() - &members.expected()), now);
         let answer = act(&mut rounds, now);
         let has_changed = before != rounds.milestones();
         drop((members, rounds));

@@ -36,7 +36,7 @@ fn rounds(members: &[u32], now: Instant) -> Rounds {
     for &member in members {
         rounds.gathers(member, 1);
     }
-    assert_eq!(rounds.status(), RoundsStatus { closed: 1, missing: 0, open_entrants: 0, terms: None });
+    assert_eq!(rounds.status(), RoundsStatus { closed: 1, missing: 0, ..RoundsStatus::default() });
     rounds
 }
 
@@ -51,7 +51,7 @@ fn a_round_closes_when_all_have_entered_and_each_has_its_share() {
     assert_eq!(rounds.enters(3, work(10.0), now), Some(part(0.25)));
     assert_eq!(rounds.enters(1, work(30.0), now), Some(part(0.75)));
     assert_eq!(rounds.enters(2, work(0.0), now), Some(part(0.0)));
-    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 0, open_entrants: 0, terms: None });
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 0, ..RoundsStatus::default() });
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn who_goes_holds_nobody_up_and_its_share_is_counted_as_missing() {
     rounds.lose(3, now);
     assert_eq!(rounds.gathers(1, 2), Some(1));
     assert_eq!(rounds.gathers(1, 2), Some(1));
-    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0, terms: None });
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, ..RoundsStatus::default() });
     assert_eq!(rounds.enters(1, work(1.0), now).map(|p| p.members), Some(1), "it is alone");
 }
 
@@ -214,7 +214,7 @@ fn only_those_who_are_there_are_kept() {
     assert_eq!(rounds.enters(1, work(1.0), now).map(|p| p.members), Some(1));
     rounds.keep(|_| false, now);
     assert!(!rounds.has_members() && rounds.closed.is_empty());
-    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, open_entrants: 0, terms: None });
+    assert_eq!(rounds.status(), RoundsStatus { closed: 2, missing: 1, ..RoundsStatus::default() });
 }
 
 #[test]
@@ -386,39 +386,66 @@ fn a_round_waits_for_as_many_as_are_asked_for_unless_the_grace_has_passed() {
     assert_eq!(rounds.enters(1, three(), start + seconds(5)).unwrap().members, 1);
 }
 
-#[test]
-fn those_who_have_all_ended_wait_for_a_moment_for_who_has_never_entered() {
-    let start = Instant::now();
-    let ended = || Entry { at_least: 3, at_work: false, ..work(0.0) };
-    let mut late = rounds(&[1, 2], start);
-    assert_eq!(late.enters(1, ended(), start), None);
-    assert_eq!(late.next_look(start), Some(start + LINGER));
-    assert_eq!(late.enters(2, work(1.0), start).unwrap().members, 2, "who is at work is not held up");
-    for member in 1..=2 {
-        late.gathers(member, 2);
-    }
-    assert_eq!(late.enters(1, ended(), start), None);
-    assert_eq!(late.enters(2, ended(), start + seconds(3)), None);
-    let (before, end) = (start + LINGER, start + seconds(3) + LINGER);
-    assert_eq!(late.next_look(start), Some(end), "from the last on");
-    late.tick(before);
-    assert_eq!(late.status().closed, 2);
-    late.tick(end);
-    assert_eq!(late.enters(1, ended(), end).unwrap().members, 2);
-    assert_eq!(late.next_look(end), None);
+fn ended() -> Entry {
+    Entry { at_work: false, ..work(0.0) }
+}
 
-    let mut there = rounds(&[1, 2], start);
-    assert_eq!(there.enters(1, ended(), start), None);
-    assert_eq!(there.enters(2, ended(), start), None);
-    let part = there.enters(3, work(1.0), start + seconds(9)).unwrap();
+#[test]
+fn those_who_have_all_ended_wait_for_a_newcomer_for_a_moment_and_once() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2], start);
+    rounds.see(&[1, 2, 3].into(), start);
+    assert_eq!(rounds.enters(1, ended(), start), None);
+    assert_eq!(rounds.enters(2, work(1.0), start).unwrap().members, 2, "who is at work is not held up");
+    for member in 1..=2 {
+        rounds.gathers(member, 2);
+    }
+    assert_eq!(rounds.enters(1, ended(), start), None);
+    assert_eq!(rounds.enters(2, ended(), start + seconds(3)), None);
+    let (before, end) = (start + LINGER, start + seconds(3) + LINGER);
+    assert_eq!(rounds.next_look(start), Some(end), "from the last on");
+    rounds.tick(before);
+    assert_eq!((rounds.status().closed, rounds.status().newcomers), (2, vec![3]));
+    rounds.tick(end);
+    assert_eq!(rounds.enters(1, ended(), end).unwrap().members, 2);
+    for member in 1..=2 {
+        rounds.gathers(member, 3);
+    }
+    assert_eq!(rounds.enters(1, ended(), end), None);
+    assert_eq!(rounds.enters(2, ended(), end).unwrap().members, 2, "it only looks on");
+    for member in 1..=2 {
+        rounds.gathers(member, 4);
+    }
+    assert_eq!(rounds.enters(1, ended(), end), None);
+    rounds.see(&[1, 2, 3, 4].into(), end + seconds(1));
+    assert_eq!(rounds.enters(2, ended(), end), None);
+    assert_eq!(rounds.next_look(end), Some(end + seconds(1) + LINGER), "another one, from when it came");
+    let part = rounds.enters(4, work(1.0), end + seconds(9)).unwrap();
     assert_eq!((part.members, part.at_work, part.share), (3, 1, 1.0));
+}
+
+#[test]
+fn nobody_waits_for_a_newcomer_that_has_gone_nor_where_one_that_was_waited_for_is_lost() {
+    let start = Instant::now();
+    let mut left = rounds(&[1, 2], start);
+    left.see(&[1, 2, 3].into(), start);
+    assert_eq!(left.enters(1, ended(), start), None);
+    assert_eq!(left.enters(2, ended(), start), None);
+    left.see(&[1, 2].into(), start + seconds(1));
+    assert_eq!(left.enters(1, ended(), start).unwrap().members, 2);
+
+    let mut lost = rounds(&[1, 2], start);
+    lost.see(&[1, 2].into(), start);
+    assert_eq!(lost.enters(1, ended(), start), None);
+    lost.lose(2, start + seconds(1));
+    assert_eq!(lost.enters(1, ended(), start).unwrap().members, 1);
 }
 
 #[test]
 fn those_who_have_ended_wait_for_the_roster_however_long_that_takes() {
     let start = Instant::now();
-    let ended = || Entry { at_least: 3, at_work: false, ..work(0.0) };
     let mut rounds = rounds(&[1, 2], start);
+    rounds.see(&[1, 2, 3].into(), start);
     assert_eq!(rounds.enters(1, ended(), start), None);
     let much_later = start + seconds(3600);
     rounds.tick(much_later);
@@ -474,6 +501,8 @@ enum Act {
     Enter(u32, Entry),
     Gather(u32),
     Lose(u32),
+    /// Is there, and enters nothing yet.
+    Come(u32),
     Pass(Duration),
 }
 
@@ -481,14 +510,17 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     let member = || 1..=MEMBERS;
     let samples = prop_oneof![Just(0.0), 0.0..1e6_f64, Just(f64::MAX), Just(5e-324)];
     let grace = prop::option::of((0..5_u64).prop_map(seconds));
-    let at_least = 0..=MEMBERS + 1;
-    let entry = (samples, any::<bool>(), grace, at_least).prop_map(|(samples, at_work, grace, at_least)| {
-        Entry { samples, at_work, grace, at_least: if at_work { 0 } else { at_least }, ..Entry::default() }
+    let entry = (samples, any::<bool>(), grace).prop_map(|(samples, at_work, grace)| Entry {
+        samples,
+        at_work,
+        grace,
+        ..Entry::default()
     });
     let act = prop_oneof![
         6 => (member(), entry).prop_map(|(member, entry)| Act::Enter(member, entry)),
         5 => member().prop_map(Act::Gather),
         1 => member().prop_map(Act::Lose),
+        1 => member().prop_map(Act::Come),
         2 => prop_oneof![0..3_u64, Just(LINGER.as_secs())].prop_map(|s| Act::Pass(seconds(s))),
     ];
     prop::collection::vec(act, 0..200)
@@ -499,6 +531,8 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
 struct Seen {
     now: Duration,
     roster: BTreeSet<u32>,
+    /// Who is there besides, since when, and whether it was waited for already.
+    newcomers: BTreeMap<u32, (Duration, bool)>,
     /// Who waits for a round to close: since when, and what it said.
     waiting: BTreeMap<u32, (Duration, Entry)>,
     /// Who has a part, and has not gathered.
@@ -517,6 +551,7 @@ impl Seen {
             Act::Enter(member, _) if self.gathering.contains_key(&member) => {}
             Act::Enter(member, entry) => {
                 self.roster.insert(member);
+                self.newcomers.remove(&member);
                 let part = rounds.enters(member, entry.clone(), now);
                 if let Some(held) = self.working.get(&member) {
                     assert_eq!(part, Some(*held), "the same again");
@@ -540,10 +575,16 @@ impl Seen {
             Act::Lose(member) => {
                 rounds.lose(member, now);
                 self.roster.remove(&member);
+                self.newcomers.remove(&member);
                 self.waiting.remove(&member);
                 self.gathering.remove(&member);
                 if let Some(part) = self.working.remove(&member) {
                     self.missing.insert(member, part.round);
+                }
+            }
+            Act::Come(member) => {
+                if !self.roster.contains(&member) {
+                    self.newcomers.entry(member).or_insert((self.now, false));
                 }
             }
             Act::Pass(time) => {
@@ -551,20 +592,25 @@ impl Seen {
                 rounds.tick(start + self.now);
             }
         }
+        let there = self.roster.iter().chain(self.newcomers.keys()).copied().collect();
+        rounds.see(&there, start + self.now);
+        assert_eq!(rounds.status().newcomers, self.newcomers.keys().copied().collect::<Vec<_>>());
         self.look(rounds, start + self.now);
+    }
+
+    /// Until when those who wait, and have all ended, wait for newcomers.
+    fn lingers_until(&self) -> Option<Duration> {
+        let last = self.waiting.values().map(|(since, _)| *since).max()?;
+        let goes_on = self.waiting.values().any(|(_, entry)| entry.at_work);
+        let come = self.newcomers.values().filter(|(_, in_vain)| !in_vain).map(|(since, _)| *since).max();
+        come.filter(|_| !goes_on).map(|come| come.max(last) + LINGER)
     }
 
     fn is_due(&self) -> bool {
         let all = self.roster.iter().all(|member| self.waiting.contains_key(member));
         let first = self.waiting.values().map(|(since, _)| *since).min();
         let grace = self.waiting.values().filter_map(|(_, entry)| entry.grace).max();
-        // Who has ended lingers for others, if there are to be more, unless somebody goes on.
-        let last = self.waiting.values().map(|(since, _)| *since).max();
-        let goes_on = self.waiting.values().any(|(_, entry)| entry.at_work);
-        let wanted = self.waiting.values().map(|(_, entry)| entry.at_least).max().unwrap_or(0);
-        let is_through = goes_on
-            || self.waiting.len() >= wanted as usize
-            || last.is_some_and(|last| self.now >= last + LINGER);
+        let is_through = self.lingers_until().is_none_or(|until| self.now >= until);
         (all && is_through) || grace.is_some_and(|grace| self.now >= first.unwrap() + grace)
     }
 
@@ -584,6 +630,9 @@ impl Seen {
                 if must_close { answers.len() } else { 0 }
             );
             if must_close {
+                if self.lingers_until().is_some_and(|until| self.now >= until) {
+                    self.newcomers.values_mut().for_each(|(_, in_vain)| *in_vain = true);
+                }
                 self.waiting.clear();
                 self.last_round += 1;
                 let at_work = answers.iter().filter(|(_, entry, _)| entry.at_work).count();
