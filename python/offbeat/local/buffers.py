@@ -41,8 +41,8 @@ def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
     """Give a module its buffers back, with their values: a running scale is one that moves in eval mode, too.
 
     Where that is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
-    afterwards, of the same size. One of another size stays, as one that was not there before: it is a cache
-    that grew, and the module may have noted elsewhere how far.
+    afterwards. What was not there before stays, as what made it does not know that it would be gone; so does
+    a cache that grew, and begins with what it was: the module may have noted elsewhere how far.
 
     Args:
         module: The module.
@@ -61,14 +61,18 @@ def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
         for place, held in zip(places, before, strict=True):
             now = dict(place)
             for name, buffer in held.items():
-                if now.get(name) is not buffer and not _is_of_another_size(now.get(name), buffer):
+                if buffer is not None and not _has_grown(buffer, now.get(name)):
                     place[name] = buffer
 
 
-def _is_of_another_size(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
-    if now is None or then is None or is_lazy(now) or is_lazy(then):
+def _has_grown(then: torch.Tensor, now: torch.Tensor | None) -> bool:
+    """Whether a buffer is another that begins with what was there, and goes on."""
+    if now is None or now is then or is_lazy(then) or is_lazy(now) or now.ndim != then.ndim:
         return False
-    return now.shape != then.shape
+    if now.shape == then.shape or any(n < t for n, t in zip(now.shape, then.shape, strict=True)):
+        return False
+    begin = now[tuple(map(slice, then.shape))]
+    return begin.dtype == then.dtype and begin.device == then.device and torch.equal(begin, then)
 
 
 def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:

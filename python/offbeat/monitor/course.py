@@ -257,9 +257,8 @@ class Course:
         is_done = effect.taken.is_done
         has_acted = rung is not None and (is_done or place is None)  # that it failed once more is no news
         action, result = effect.name, effect.taken.result if has_acted else effect.told
-        is_past = (
-            action == "pause" and effect.step != self._step
-        )  # nobody waits now, as "in effect" would say
+        # Nobody waits now, as "in effect" would say.
+        is_past = action == "pause" and effect.taken.is_done and effect.step != self._step
         if is_past:
             result = self._words_of_pause(effect.step)
         is_said = self._is_kept_out() and not is_past

@@ -75,9 +75,8 @@ class WayBack:
         self.is_open = True
         self._thread = threading.get_ident()
         self._asked: Back | None = None
-        self._behind: frozenset[int] = (
-            frozenset()
-        )  # what the newest rollback left, whether or not a checkpoint says so
+        # What the newest rollback has gone back from, whether or not a checkpoint says so by now.
+        self._behind: frozenset[int] = frozenset()
 
     def steps(self) -> list[int]:
         """List the steps whose values there are to go back to, those written last first.

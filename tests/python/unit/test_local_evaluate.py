@@ -94,8 +94,8 @@ def test_buffers_of_all_submodules_are_the_same_tensors_with_the_same_values():
         assert module[0].late is not None
     now = dict(module.named_buffers())
     assert all(now.pop(name) is one and torch.equal(one, value) for name, one, value in before)
-    assert set(now) == {"0.cache", "1.0.cache"}, "what was made since is there for who made it"
-    assert module[0].late is None
+    made = {"0.cache", "1.0.cache", "0.late", "1.0.late"}
+    assert set(now) == made, "what was made since is there for who made it"
 
 
 class Grows(nn.Module):
@@ -119,6 +119,31 @@ def test_a_cache_that_grew_is_not_shrunk_under_the_module_that_noted_its_size():
         module(INPUTS)
     assert len(module.cache) == module.size == len(INPUTS)
     assert len(module(INPUTS[:2])) == 2
+
+
+class Remembers(nn.Module):
+    """Has a state of its batch's size, which the next batch begins with."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(4, 4))
+
+    def forward(self, inputs):
+        begin = self.state if len(self.state) == len(inputs) else torch.zeros_like(inputs)
+        self.state = begin + inputs
+        return self.state
+
+
+@pytest.mark.parametrize("size", [3, 4, 9])
+def test_a_state_of_the_batch_s_size_is_the_same_after_batches_of_another(size):
+    module = Remembers()
+    module(INPUTS[:4])
+    before = module.state
+    value = before.clone()
+    with same_buffers(module):
+        module(torch.ones(size, 4))
+    assert module.state is before
+    assert torch.equal(before, value)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, to who traces
