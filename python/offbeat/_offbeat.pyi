@@ -139,11 +139,11 @@ class Session:
         self,
         samples: float,
         at_work: bool,
-        grace_s: float | None,
+        times_s: tuple[float | None, float | None],
         at_least: int,
         words: tuple[str | None, str | None],
     ) -> tuple[int, float, int, int, bool]:
-        """Enter a round by (terms, wish) and wait until it closes.
+        """Enter a round with (grace, linger) by (terms, wish) and wait until it closes.
 
         Returns (round, share, members, members at work, whether all have agreed).
         """

@@ -313,6 +313,7 @@ class Client(process.Live):
         at_work: bool = True,
         grace_s: float | None = None,
         at_least: int = 1,
+        linger_s: float | None = None,
         terms: str | None = None,
         wish: str | None = None,
     ) -> Entered:
@@ -333,7 +334,12 @@ class Client(process.Live):
             grace_s: How long the round is to wait, from the first that has entered, for those who have not;
                 the longest that a member gives counts. None: it does not say; where nobody does, as long as
                 it takes.
-            at_least: Members that the round is to have, this client among them, unless the grace has passed.
+            at_least: Members that the round is to have, this client among them, unless the grace has passed;
+                of who is not at work it counts for nothing.
+            linger_s: How long the round is to wait, where all in it only wait for the others' end, for each
+                client that is there and has entered none yet: so that it ends with them. For each once, and
+                twice as long at most, however many come meanwhile; the longest that a member gives counts.
+                None: not at all.
             terms: By what this client takes part, in words of up to 1024 bytes without control characters,
                 which have to be the same in all members. None: it does not say.
             wish: By what it would from the next round on; `Entered.agreed` tells when all do. None: by the
@@ -348,13 +354,14 @@ class Client(process.Live):
             faults.append(f"samples is {samples!r}: give a finite number, 0 or more")
         if not isinstance(at_work, bool):
             faults.append(f"at_work is {at_work!r}: give True or False")
-        if grace_s is not None:
-            faults += seconds(grace_s=grace_s)
+        times = {"grace_s": grace_s, "linger_s": linger_s}
+        faults += seconds(**{name: time for name, time in times.items() if time is not None})
         if not is_count(at_least, least=1) or at_least > MOST_MEMBERS:
             faults.append(f"at_least is {at_least!r}: give a whole number, 1 to {MOST_MEMBERS}")
         refuse(faults + strings(terms=terms, wish=wish))
-        grace = None if grace_s is None else float(grace_s)
-        return Entered(*self._open().enter(float(samples), at_work, grace, at_least, (terms, wish)))
+        grace, linger = (None if time is None else float(time) for time in times.values())
+        entered = self._open().enter(float(samples), at_work, (grace, linger), at_least, (terms, wish))
+        return Entered(*entered)
 
     def gather(self, round: int) -> Gathered:  # noqa: A002  as `Entered` calls it
         """Say that this client's push in a round has ended, and wait until every member's has.

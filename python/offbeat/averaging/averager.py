@@ -288,8 +288,8 @@ class AsyncModelAverager:
         To be called by every member when its data is at its end. It waits until all have called it, taking
         part with nothing in the rounds of those that have more to do. Training may go on afterwards.
 
-        At a server one that has just come, and was in no round yet, is waited for 10 s at most, once, and a
-        warning tells of it where it has not come to one by then.
+        At a server one that has just come, and was in no round yet, is waited for 10 s, once, and in all no
+        longer than 20 s, whoever comes meanwhile; a warning tells of it where this ends without it.
 
         At a server that was started again without its run, and so knows nobody of before, as many as were in
         the newest round are waited for up to a minute; a warning tells how many this ends with, if not all.

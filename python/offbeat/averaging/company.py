@@ -6,7 +6,15 @@ from typing import Any
 
 from offbeat import log
 from offbeat.averaging import waiting
-from offbeat.averaging.waiting import ENDED, UNDER_ANOTHER, missed, missed_of, telling
+from offbeat.averaging.waiting import (
+    ENDED,
+    LINGER_S,
+    UNDER_ANOTHER,
+    missed,
+    missed_of,
+    newcomers,
+    telling,
+)
 from offbeat.client import Client
 from offbeat.rounds import Entered
 
@@ -28,7 +36,7 @@ class Company:
         self.num_before, self._has_waited = 1, False
         self._lost: set[str] = set()  # of whom it is known
         self._missed: str | None = None  # of whom it was told that they are waited for
-        self._in_vain: set[str] = set()  # of whom it was told that this ended without them
+        self._left_out: set[int] = set()  # incarnations without which this ended, as was told
 
     def note_lost(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Take note of who was lost before this member came; `workers`: as a status has them."""
@@ -128,19 +136,20 @@ class Company:
         self._lost |= set(causes)
 
     def tell_of_newcomers(self, status: Mapping[str, Any]) -> None:
-        """Say, once of each, without whom all end who is there: it came to no round while they waited.
+        """Say, once of each, without whom all have ended who has come to the server: it was in no round.
 
         Args:
-            status: The server's, after a round in which all had ended.
+            status: The server's, after all rounds.
         """
-        came = status["rounds"].get("newcomers", ())
-        names = {w["id"] for w in status["workers"] if w["incarnation"] in came and w["state"] not in ENDED}
-        if news := sorted(names - self._in_vain):
+        come = newcomers(status)
+        news = [text for incarnation, text in come.items() if incarnation not in self._left_out]
+        if news:
             log.warn(
-                f"this ends without {', '.join(news)}, at the server and in no round of averaging yet: the "
-                f"others wait 10 s for such a one at their end; what it learns is not in this model"
+                f"this has ended without {', '.join(news)}, at the server, and in no round of averaging: "
+                f"members that have all ended wait for such a one for up to {LINGER_S:g} s, once; what it "
+                f"learns is not in this model"
             )
-        self._in_vain |= names
+        self._left_out.update(come)
 
     @contextmanager
     def telling_whom_it_misses(self, client: Client, *, is_at_work: bool) -> Iterator[None]:
@@ -150,7 +159,7 @@ class Company:
             client: This member's.
             is_at_work: It is not at its end, and waits for them no longer than a lease.
         """
-        text = None if is_at_work else missed(client.status()["workers"])
+        text = None if is_at_work else missed(client.status())
         is_news, self._missed = text != self._missed, text
         with telling(text if is_news else None):
             yield

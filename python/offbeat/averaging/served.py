@@ -231,12 +231,15 @@ class Served:
         try:
             if not self._presence.is_met:
                 self._meet()
-            while not is_brought:
+            while not is_brought:  # else it comes again, in a round that the others may not be in
                 own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
                 with self.telling():
-                    num_at_work, _, is_brought = self._exchange(
+                    num, _, is_brought = self._exchange(
                         own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
                     )
+                num_at_work = max(num_at_work, num)
+            if not num_at_work:
+                self._company.tell_of_newcomers(self._presence.met().status())
         except LOST as error:
             self._presence.pause(error)
             return 0
@@ -458,9 +461,10 @@ class Served:
         former = self._presence.former_names()
         is_at_work |= bool(former)
         with self._company.telling_whom_it_misses(client, is_at_work=is_at_work):
-            entered = client.enter(weight, at_work=is_at_work, terms=self._terms, wish=wish)
-        if not entered.at_work:
-            self._company.tell_of_newcomers(client.status())
+            linger_s = None if is_at_work else waiting.LINGER_S
+            entered = client.enter(
+                weight, at_work=is_at_work, linger_s=linger_s, terms=self._terms, wish=wish
+            )
         self._presence.leave_as(former)
         was_away = self._presence.take_part()
         if self._company.is_known and not was_away:  # else it is told of what was lost in between

@@ -9,17 +9,21 @@ from offbeat import telling as late
 __all__ = [
     "BEGIN_S",
     "ENDED",
+    "LINGER_S",
     "UNDER_ANOTHER",
     "at_the_server",
     "for_the_others",
     "for_those_before",
     "missed",
     "missed_of",
+    "newcomers",
     "telling",
 ]
 
 BEGIN_S = 60.0
 """Longest wait for those who begin together, or were together before; as long as one for the server."""
+LINGER_S = 10.0
+"""How long those who have all ended wait for one that has come and was in no round yet; a default lease."""
 TELL_AFTER_S = 3.0
 """Less is no wait that anybody wonders about."""
 
@@ -48,18 +52,27 @@ def at_the_server(
         had: Names that it has or had.
         waited_s: How long it has waited by now.
     """
-    workers = [w for w in status["workers"] if w["state"] not in ENDED and w["id"] not in had]
+    come_late = newcomers(status)
+    workers = [
+        w
+        for w in status["workers"]
+        if w["state"] not in ENDED and w["id"] not in had and w["incarnation"] not in come_late
+    ]
     states = dict.fromkeys(missed_of(workers), UNDER_ANOTHER)
     others = ", ".join(f"{w['id']} ({states.get(w['id'], w['state'])})" for w in workers) or "none"
     come = status["rounds"]["open_entrants"]
     if come > 1:  # this one, and some of the others
         others += " (of whom the server does not tell which have come)"
-    return (
+    text = (
         f"{own or 'this member'} has waited {waited_s:g} s for a round of averaging to end: "
         f"{come} member(s) have come to the one that is open at the server, and "
         f"the others there are: {others}; who trains is waited for until it comes, ends or is lost, and one "
         f"that is at its end has to call flush() or close()"
     )
+    if not come_late:
+        return text
+    names = ", ".join(come_late.values())
+    return f"{text}; in no round yet are: {names}; {_FOR_NEWCOMERS}"
 
 
 def for_the_others(status: Mapping[str, Any], *, num_expected: int) -> str | None:
@@ -102,22 +115,44 @@ def for_those_before(status: Mapping[str, Any], *, num_before: int) -> str:
     )
 
 
-def missed(workers: Sequence[Mapping[str, Any]]) -> str | None:
-    """Word the wait for the end of those who were there before the server was started again.
+def missed(status: Mapping[str, Any]) -> str | None:
+    """Word the wait of one that has ended for those who may not come.
+
+    They were there before the server was started again, or they have come and were in no round yet.
 
     Args:
-        workers: As a status has them.
+        status: The server's.
 
     Returns:
         None where there are no such.
     """
-    names = ", ".join(missed_of(workers)) or None
-    return names and (
-        f"waiting for {names}, who may be training still: no word has come from there since the "
-        f"server was started again; it gives them five times its rejoin_grace_s (60 s, if it was not set) "
-        f"from then on. If they are gone, start them again, or give the server a shorter one "
-        f"(rejoin_grace_s=, `--rejoin-grace`)"
-    )
+    words = []
+    if names := ", ".join(missed_of(status["workers"])):
+        words.append(
+            f"waiting for {names}, who may be training still: no word has come from there since the "
+            f"server was started again; it gives them five times its rejoin_grace_s (60 s, if it was not "
+            f"set) from then on. If they are gone, start them again, or give the server a shorter one "
+            f"(rejoin_grace_s=, `--rejoin-grace`)"
+        )
+    if names := ", ".join(newcomers(status).values()):
+        words.append(f"{names}, at the server, in no round of averaging yet: {_FOR_NEWCOMERS}")
+    return "; ".join(words) or None
+
+
+_FOR_NEWCOMERS = (
+    f"members that have all ended wait for such a one for up to {LINGER_S:g} s, so that it ends with them"
+)
+
+
+def newcomers(status: Mapping[str, Any]) -> dict[int, str]:
+    """Give those who have come and were in no round yet, or not since they were lost: incarnation and name.
+
+    Args:
+        status: The server's.
+    """
+    came = status["rounds"].get("newcomers", ())
+    workers = [w for w in status["workers"] if w["incarnation"] in came and w["state"] not in ENDED]
+    return {w["incarnation"]: f"{w['id']} ({w['state']})" for w in workers}
 
 
 def missed_of(workers: Sequence[Mapping[str, Any]]) -> list[str]:

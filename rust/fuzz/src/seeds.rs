@@ -95,7 +95,8 @@ fn calls() -> Vec<(&'static str, Call)> {
 }
 
 fn enter(at_least: Option<u32>, terms: Option<String>) -> Call {
-    Call::Enter { samples: 32.0, at_work: true, grace_ms: Some(1000), at_least, wish: terms.clone(), terms }
+    let (linger_ms, wish) = (terms.as_ref().map(|_| 1000), terms.clone());
+    Call::Enter { samples: 32.0, at_work: true, grace_ms: Some(1000), at_least, linger_ms, terms, wish }
 }
 
 fn call(call: &Call) -> Vec<u8> {

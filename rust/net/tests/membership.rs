@@ -576,7 +576,7 @@ fn a_worker_that_is_silent_beyond_its_grace_is_disconnected() {
 }
 
 fn entering(samples: f64, grace_ms: Option<u64>) -> Call {
-    Call::Enter { samples, at_work: true, grace_ms, at_least: None, terms: None, wish: None }
+    Call::Enter { samples, at_work: true, grace_ms, at_least: None, linger_ms: None, terms: None, wish: None }
 }
 
 #[test]
@@ -644,7 +644,10 @@ fn refused_terms(words: String) -> String {
     let refused = [(Some(words.clone()), None), (None, Some(words))].map(|(terms, wish)| {
         let (mut raw, _) = Raw::joined(&server, "a");
         let (at_least, grace_ms) = (None, None);
-        raw.call(1, &Call::Enter { samples: 1.0, at_work: true, grace_ms, at_least, terms, wish });
+        raw.call(
+            1,
+            &Call::Enter { samples: 1.0, at_work: true, grace_ms, at_least, linger_ms: None, terms, wish },
+        );
         let refused = raw.refused();
         assert_eq!(refused.code, RefusalCode::Malformed);
         refused.message

@@ -242,12 +242,13 @@ impl Session {
         py: Python<'_>,
         samples: f64,
         at_work: bool,
-        grace_s: Option<f64>,
+        times_s: (Option<f64>, Option<f64>),
         at_least: u32,
         words: (Option<String>, Option<String>),
     ) -> PyResult<(u64, f64, u32, u32, bool)> {
-        let ((terms, wish), grace, at_least) = (words, grace_s.map(seconds), Some(at_least));
-        let entry = Entry { samples, at_work, grace, at_least, terms, wish };
+        let ((terms, wish), (grace, linger)) = (words, times_s);
+        let (grace, linger) = (grace.map(seconds), linger.map(seconds));
+        let entry = Entry { samples, at_work, grace, at_least: Some(at_least), linger, terms, wish };
         let entered = self.call(py, |client, signals| client.enter(&entry, signals))?;
         Ok((entered.round, entered.share, entered.members, entered.at_work, entered.agreed))
     }

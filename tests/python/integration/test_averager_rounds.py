@@ -593,10 +593,16 @@ def test_who_has_come_and_trains_nothing_is_waited_for_at_the_end_for_a_moment_a
             for one in [pool.submit(one.averager.flush) for one in (first, second)]:
                 one.result(timeout=limit_s)
     assert (
-        len([text for text in told if "this ends without worker-2, at the server and in no round" in text])
+        len(
+            [
+                text
+                for text in told
+                if "this has ended without worker-2 (joined), at the server, and in no round" in text
+            ]
+        )
         == 2
     )
-    assert len([text for text in told if "this ends" in text]) == 2
+    assert len([text for text in told if "ended without" in text]) == 2
     assert idle.averager.averaging_round == 0
 
 
@@ -608,7 +614,7 @@ def test_who_leaves_while_others_end_is_not_waited_for_as_one_that_has_just_come
         until_entered(server, 1)
         second.averager.end_by(RuntimeError("it was told to"))
         ended.result(timeout=AT_ONCE_S)
-    assert [text for text in told if "this ends without" in text] == []
+    assert [text for text in told if "ended without" in text] == []
     assert server.status()["rounds"].get("newcomers") is None
 
 

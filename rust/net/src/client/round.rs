@@ -18,6 +18,9 @@ pub struct Entry {
     pub grace: Option<Duration>,
     /// How many it would have in the round, itself among them, unless the grace has passed.
     pub at_least: Option<u32>,
+    /// How long it would have the round wait, where all in it have ended, for each worker that is there and has entered none
+    /// yet.
+    pub linger: Option<Duration>,
     /// By what it takes part, in up to [`MOST_TERMS_BYTES`]: refused where others do by something else.
     pub terms: Option<String>,
     /// By what it would from the next round on, if all would.
@@ -28,7 +31,7 @@ impl Entry {
     /// With so many samples, at work, and nothing else to say.
     #[must_use]
     pub const fn of(samples: f64) -> Self {
-        Self { samples, at_work: true, grace: None, at_least: None, terms: None, wish: None }
+        Self { samples, at_work: true, grace: None, at_least: None, linger: None, terms: None, wish: None }
     }
 }
 
@@ -58,7 +61,7 @@ pub struct Gathered {
 
 impl Inner {
     pub(super) fn enter(&mut self, entry: &Entry, interrupt: &dyn Interrupt) -> Result<Entered, ClientError> {
-        let Entry { samples, at_work, grace, at_least, terms, wish } = entry.clone();
+        let Entry { samples, at_work, grace, at_least, linger, terms, wish } = entry.clone();
         if !samples.is_finite() || samples < 0.0 {
             let message = format!("samples is {samples}: it is a finite number, 0 or more");
             return Err(ClientError::bad_input(message));
@@ -74,8 +77,9 @@ impl Inner {
                 format!("{name} is {words:?}: give words without control characters")
             }));
         }
-        let grace_ms = grace.map(|grace| u64::try_from(grace.as_millis()).unwrap_or(u64::MAX));
-        let call = Call::Enter { samples, at_work, grace_ms, at_least, terms, wish };
+        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let (grace_ms, linger_ms) = (grace.map(ms), linger.map(ms));
+        let call = Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish };
         self.again(interrupt, &mut |inner| match inner.call(&call, interrupt)? {
             Reply::Entered { round, share, members, at_work, agreed } if (0.0..=1.0).contains(&share) => {
                 Ok(Entered { round, share, members, at_work, agreed })

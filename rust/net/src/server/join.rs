@@ -73,7 +73,7 @@ pub(super) async fn join(
         Ok::<_, End>(())
     };
     if let Err(end) = joined.await {
-        if admitted.newcomer && matches!(end, End::Refused { .. }) {
+        if admitted.is_new_name && matches!(end, End::Refused { .. }) {
             shared.members().withdraw(admitted.incarnation);
             shared.notify();
         } else {

@@ -13,8 +13,9 @@
 //! that was started again comes with others.
 //!
 //! Newcomers, who are there and have not entered yet, are not waited for by who is at work, since nobody knows how long
-//! they will take to their first round. Those who have all ended would have them with them, and wait for a moment: once for
-//! each, who may never come, as one that only looks on.
+//! they will take to their first round. Those who have all ended may linger for them, so that they end together: once for
+//! each, who may never come, as one that only looks on; and for no more than twice as long as they say, whoever comes
+//! meanwhile.
 //!
 //! Workers may say by what *terms* they take part: the first on the roster says what it is by, and who says another is
 //! refused, and not waited for. Terms change after a round in which the whole roster was, and wished for the same. Who was
@@ -33,8 +34,6 @@ const TIMES_THE_SLOWEST: u32 = 10;
 /// Rounds that are over and of which it is still known how many shares were missing: who asks again is never further
 /// behind, having no more than one answer to lose.
 const MOST_REMEMBERED: usize = 1000;
-/// How long those who have all ended wait for newcomers: a default lease.
-const LINGER: Duration = Duration::from_secs(10);
 
 /// What a worker says when it enters.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -46,8 +45,11 @@ pub(super) struct Entry {
     /// How long, since the first has entered, it would have the round wait for those who have not. `None`: it does not
     /// say, and where nobody does the round waits as long as it takes.
     pub(super) grace: Option<Duration>,
-    /// How many it would have in the round; the most that anybody says counts.
+    /// How many it would have in the round, as long as it is at work; the most that anybody says counts.
     pub(super) at_least: u32,
+    /// How long it would wait for each newcomer once all have ended; the longest that anybody says counts. `None`: not
+    /// at all.
+    pub(super) linger: Option<Duration>,
     /// By what it takes part; `None`: it does not say.
     pub(super) terms: Option<Arc<str>>,
     /// By what it would from the next round on; `None`: by the same.
@@ -80,7 +82,8 @@ pub(super) struct RoundsStatus {
     pub(super) missing: u64,
     /// Who has entered the round that is open.
     pub(super) open_entrants: usize,
-    /// Who is there and has not entered yet, or not since it was lost: by incarnation.
+    /// Who has come and has not entered yet, or not since it was lost: by incarnation. Nobody, as long as nobody has
+    /// entered.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) newcomers: Vec<u32>,
     /// By what those take part who are there, if they say.
@@ -113,6 +116,16 @@ impl Closed {
     }
 }
 
+/// Who has come and is not on the roster.
+#[derive(Debug)]
+struct Newcomer {
+    since: Instant,
+    /// It is heard; else it is lost, and may come back.
+    is_there: bool,
+    /// Those who have all ended have waited for it already, or are not to.
+    is_done_with: bool,
+}
+
 /// All rounds of a server.
 #[derive(Debug, Default)]
 pub(super) struct Rounds {
@@ -124,10 +137,7 @@ pub(super) struct Rounds {
     patience: Duration,
     /// Since when somebody does.
     waits_since: Option<Instant>,
-    /// Who is there and not on the roster, and since when.
-    newcomers: BTreeMap<u32, Instant>,
-    /// Of these, whom those who had all ended have waited for already.
-    in_vain: BTreeSet<u32>,
+    newcomers: BTreeMap<u32, Newcomer>,
     /// Who has entered the round that is open, and when.
     open: BTreeMap<u32, (Entry, Instant)>,
     /// Those that are not over, by number.
@@ -175,7 +185,7 @@ impl Rounds {
         }
         if let Err(other) = self.meet_terms(incarnation, &entry) {
             if entry.wish.as_ref() != Some(&other.0) {
-                self.lose(incarnation, now);
+                self.give_up(incarnation, now);
                 return Err(other);
             }
             entry.samples = 0.0; // what it has made, it has made by other terms
@@ -195,7 +205,6 @@ impl Rounds {
     fn admit(&mut self, incarnation: u32) {
         self.roster.insert(incarnation);
         self.newcomers.remove(&incarnation);
-        self.in_vain.remove(&incarnation);
     }
 
     /// Takes a worker's terms for those of all, if nobody else has any.
@@ -267,12 +276,21 @@ impl Rounds {
         }
     }
 
-    /// Takes note of who is there, in a round yet or not.
-    pub(super) fn see(&mut self, there: &BTreeSet<u32>, now: Instant) {
-        self.newcomers.retain(|incarnation, _| there.contains(incarnation));
-        self.in_vain.retain(|incarnation| there.contains(incarnation));
+    /// A worker is there, and is not waited for until it enters again.
+    pub(super) fn give_up(&mut self, incarnation: u32, now: Instant) {
+        self.lose(incarnation, now);
+        self.newcomers.insert(incarnation, Newcomer { since: now, is_there: true, is_done_with: true });
+    }
+
+    /// Takes note of who is there, in a round yet or not, and of who is lost and may come back.
+    pub(super) fn see(&mut self, there: &BTreeSet<u32>, lost: &BTreeSet<u32>, now: Instant) {
+        self.newcomers.retain(|incarnation, newcomer| {
+            newcomer.is_there = there.contains(incarnation);
+            newcomer.is_there || lost.contains(incarnation)
+        });
         for &incarnation in there.difference(&self.roster) {
-            self.newcomers.entry(incarnation).or_insert(now);
+            let come = Newcomer { since: now, is_there: true, is_done_with: false };
+            self.newcomers.entry(incarnation).or_insert(come);
         }
         self.close_if_due(now);
     }
@@ -281,7 +299,8 @@ impl Rounds {
     pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
         let entered = self.open.values_mut().map(|(_, since)| since).chain(&mut self.waits_since);
         let begun = self.closed.values_mut().map(|closed| &mut closed.since);
-        for since in entered.chain(begun).chain(self.newcomers.values_mut()) {
+        let come = self.newcomers.values_mut().map(|newcomer| &mut newcomer.since);
+        for since in entered.chain(begun).chain(come) {
             *since = (*since + standstill).min(now);
         }
     }
@@ -303,14 +322,27 @@ impl Rounds {
         first.checked_add(grace)
     }
 
-    /// Until when those who have entered, and have all ended, wait for newcomers; `None`: they do not. That is for each of
-    /// these from when it came, or the last of those ended.
-    fn lingers_until(&self) -> Option<Instant> {
+    /// How long those who have entered, and have all ended, wait for a newcomer, and since when; `None`: they do not.
+    fn linger(&self) -> Option<(Duration, Instant)> {
         let last = self.open.values().map(|(_, since)| *since).max()?;
         let all_have_ended = self.open.values().all(|(entry, _)| !entry.at_work);
-        let awaited = self.newcomers.iter().filter(|(one, _)| !self.in_vain.contains(one));
-        let come = awaited.map(|(_, since)| *since).max().filter(|_| all_have_ended)?;
-        come.max(last).checked_add(LINGER)
+        let linger = self.open.values().filter_map(|(entry, _)| entry.linger).max();
+        linger.filter(|_| all_have_ended).map(|linger| (linger, last))
+    }
+
+    /// Whom they wait for: who came before they had waited that long, each once. Of those that came still later there may
+    /// be always one more.
+    fn is_awaited(newcomer: &Newcomer, (linger, last): (Duration, Instant)) -> bool {
+        newcomer.is_there
+            && !newcomer.is_done_with
+            && newcomer.since.saturating_duration_since(last) <= linger
+    }
+
+    /// Until when they do, which is for each from when it came, or the last of them ended.
+    fn lingers_until(&self) -> Option<Instant> {
+        let (linger, last) = self.linger()?;
+        let awaited = self.newcomers.values().filter(|newcomer| Self::is_awaited(newcomer, (linger, last)));
+        awaited.map(|newcomer| newcomer.since.max(last)).max()?.checked_add(linger)
     }
 
     /// When the clock has to be looked at again, since the open round may close then.
@@ -339,7 +371,7 @@ impl Rounds {
             closed: self.num_closed,
             missing: self.num_missing,
             open_entrants: self.open.len(),
-            newcomers: self.newcomers.keys().copied().collect(),
+            newcomers: self.newcomers.keys().copied().filter(|_| self.has_members()).collect(),
             terms: self.terms.as_deref().filter(|_| self.has_members()).map(str::to_owned),
         }
     }
@@ -355,16 +387,19 @@ impl Rounds {
     }
 
     fn close_if_due(&mut self, now: Instant) {
+        let until = self.lingers_until();
         let is_full = || {
-            let at_least = self.open.values().map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
+            let at_work = self.open.values().filter(|(entry, _)| entry.at_work);
+            let at_least = at_work.map(|(entry, _)| entry.at_least).max().unwrap_or(0) as usize;
             self.open.len() >= at_least
-                && self.lingers_until().is_none_or(|until| now >= until)
+                && until.is_none_or(|until| now >= until)
                 && self.has_all_but(|incarnation| self.is_missed_by_none(incarnation, now))
         };
         let is_late = || self.deadline().is_some_and(|deadline| now >= deadline);
         if !self.open.is_empty() && (is_full() || is_late()) {
-            if self.lingers_until().is_some_and(|until| now >= until) {
-                self.in_vain.extend(self.newcomers.keys());
+            if let Some(linger) = self.linger().filter(|_| until.is_some_and(|until| now >= until)) {
+                let awaited = self.newcomers.values_mut().filter(|one| Self::is_awaited(one, linger));
+                awaited.for_each(|newcomer| newcomer.is_done_with = true);
             }
             self.close(now);
         }

@@ -216,12 +216,13 @@ impl Session {
                 }
             }
             Call::Status => Ok(Reply::Status { json: super::status::told(&self.shared, header).await? }),
-            Call::Enter { samples, at_work, grace_ms, at_least, terms, wish } => {
+            Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish } => {
                 let entry = Entry {
                     samples,
                     at_work,
                     grace: grace_ms.map(Duration::from_millis),
                     at_least: at_least.unwrap_or(0),
+                    linger: linger_ms.map(Duration::from_millis),
                     terms: terms.map(Arc::from),
                     wish: wish.map(Arc::from),
                 };

@@ -151,12 +151,12 @@ impl Shared {
         let members = self.members();
         let mut rounds = lock(&self.rounds);
         // Whom a server that stops sends away is not missed in a round: nobody is left who could go on with it.
-        if rounds.has_members() && !self.is_stopping() {
-            let (there, expected) = (members.awaited(), members.expected());
+        if !self.is_stopping() {
+            let (there, expected) = (members.those_heard(), members.those_expected());
             let now = self.judged(&members, Instant::now());
             rounds.expect_only(|incarnation| expected.contains(&incarnation));
-            rounds.keep(|incarnation| there.contains(&incarnation), now);
-            rounds.see(&(&there - &expected), now);
+            rounds.keep(|incarnation| there.contains(&incarnation) || expected.contains(&incarnation), now);
+            rounds.see(&there, &members.those_lost(), now);
         }
         drop((members, rounds));
         self.round_has_changed();
@@ -195,7 +195,6 @@ impl Shared {
         let now = self.judged(&members, Instant::now());
         let mut rounds = lock(&self.rounds);
         let before = rounds.milestones();
-        rounds.see(&(&members.awaited() - &members.expected()), now);
         let answer = act(&mut rounds, now);
         let has_changed = before != rounds.milestones();
         drop((members, rounds));
@@ -258,7 +257,7 @@ impl Shared {
         for (incarnation, patience) in rounds.overdue(self.config.lease.saturating_mul(LEASES_IN_A_ROUND)) {
             let Some((worker, data)) = members.data_of(incarnation) else { continue };
             if idle(&data).is_some_and(|idle| idle >= patience) {
-                rounds.lose(incarnation, now);
+                rounds.give_up(incarnation, now);
                 given_up.push((worker, incarnation, patience));
             }
         }

@@ -36,9 +36,14 @@ pub enum Call {
         /// How long, since the first has entered, I would have the round wait for those who have not; the longest that
         /// is given counts. `None`: I do not say.
         grace_ms: Option<u64>,
-        /// How many I would have in the round, this worker among them; waited for no longer than the grace lets.
+        /// How many I would have in the round, this worker among them; waited for no longer than the grace lets, and not by
+        /// who has ended.
         #[serde(default)]
         at_least: Option<u32>,
+        /// How long I would have the round wait, where all in it have ended, for each worker that is there and has entered
+        /// none yet; the longest that is given counts. `None`: not at all.
+        #[serde(default)]
+        linger_ms: Option<u64>,
         /// By what I take part, in words, of [`MOST_TERMS_BYTES`] at most: refused where others take part by something
         /// else. `None`: I do not say.
         #[serde(default)]

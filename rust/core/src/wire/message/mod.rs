@@ -124,8 +124,9 @@ mod tests {
     fn builds_whose_rounds_know_of_no_terms_understand_those_that_do() {
         let mut bytes = vec![];
         encode(&Before::Enter { samples: 2.0, at_work: true, grace_ms: None }, &mut bytes);
-        let (at_least, terms, wish) = (None, None, None);
-        let enter = Call::Enter { samples: 2.0, at_work: true, grace_ms: None, at_least, terms, wish };
+        let (at_least, linger_ms, terms, wish) = (None, None, None, None);
+        let enter =
+            Call::Enter { samples: 2.0, at_work: true, grace_ms: None, at_least, linger_ms, terms, wish };
         assert_eq!(decode::<Call>(&bytes).unwrap(), enter);
         bytes.clear();
         encode(&enter, &mut bytes);
@@ -183,7 +184,8 @@ mod tests {
         for (grace_ms, at_least, terms, wish) in
             [(Some(u64::MAX), Some(u32::MAX), said("a mean"), said("another")), (None, None, None, None)]
         {
-            survives(&Call::Enter { samples: f64::MAX, at_work: false, grace_ms, at_least, terms, wish });
+            let (samples, at_work, linger_ms) = (f64::MAX, false, grace_ms);
+            survives(&Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish });
         }
         survives(&Call::Gather { round: u64::MAX });
         survives(&Call::Goodbye { parting: Parting::Finished });

@@ -41,7 +41,7 @@ pub(super) struct Admitted {
     pub(super) id: String,
     pub(super) incarnation: u32,
     /// Whether no process of this name has ever begun.
-    pub(super) newcomer: bool,
+    pub(super) is_new_name: bool,
     pub(super) traffic: Arc<Traffic>,
     pub(super) seat: Arc<Semaphore>,
     /// The process that had the name, if it is still connected: to be fenced.
@@ -147,9 +147,9 @@ impl Members {
             Member::new(self.last_incarnation, secret, host, attempt, Arc::clone(&traffic), &connection, now);
         let seat = Arc::clone(&member.seat);
         let replaced = old.and_then(|old| self.replace(&id, old, &mut member, now));
-        let newcomer = member.predecessor.is_none();
+        let is_new_name = member.predecessor.is_none();
         self.by_id.insert(id.clone(), member);
-        Admitted { id, incarnation: self.last_incarnation, newcomer, traffic, seat, replaced }
+        Admitted { id, incarnation: self.last_incarnation, is_new_name, traffic, seat, replaced }
     }
 
     /// A newer process takes the name of an older one. What is left to do about that one, if it is still there.
@@ -257,14 +257,19 @@ impl Members {
         Some((id.clone(), member.connections().data?))
     }
 
-    /// All who are heard, and who was there in the life before and may still come back.
-    pub(super) fn awaited(&self) -> BTreeSet<u32> {
-        let is_awaited = |m: &&Member| m.state.is_present() || m.is_expected();
-        self.by_id.values().filter(is_awaited).map(|m| m.incarnation).collect()
+    /// All who are heard.
+    pub(super) fn those_heard(&self) -> BTreeSet<u32> {
+        self.by_id.values().filter(|m| m.state.is_present()).map(|m| m.incarnation).collect()
+    }
+
+    /// Who is lost, and may come back.
+    pub(super) fn those_lost(&self) -> BTreeSet<u32> {
+        let is_lost = |m: &&Member| m.state == State::Lost && !m.forgotten;
+        self.by_id.values().filter(is_lost).map(|m| m.incarnation).collect()
     }
 
     /// Those of the life before who may still come back.
-    pub(super) fn expected(&self) -> BTreeSet<u32> {
+    pub(super) fn those_expected(&self) -> BTreeSet<u32> {
         self.by_id.values().filter(|m| m.is_expected()).map(|m| m.incarnation).collect()
     }
 

@@ -498,7 +498,7 @@ async fn who_is_replaced_before_it_began_leaves_the_name_as_it_was() {
     for id in ["old", "new"] {
         let waiting = come(&mut members, id, start);
         let newer = members.join(Some(id.into()), (String::new(), None), [8; 16], connection(), start);
-        assert_eq!((newer.newcomer, newer.replaced.unwrap().incarnation), (id == "new", waiting));
+        assert_eq!((newer.is_new_name, newer.replaced.unwrap().incarnation), (id == "new", waiting));
         let told = members.departures().last().unwrap();
         assert_eq!((told.incarnation, told.state), (waiting, State::Left));
         assert_eq!(told.cause, format!("could not begin: {REPLACED}"));
@@ -599,11 +599,11 @@ async fn a_newcomer_that_is_refused_has_never_come() {
     let finished = join(&mut members, "a", start);
     members.goodbye(finished, &Parting::Finished, start);
     let b = members.join(Some("b".into()), (String::new(), None), [7; 16], connection(), start);
-    assert!(b.newcomer);
+    assert!(b.is_new_name);
     members.withdraw(b.incarnation);
     assert_eq!((members.num_joined(), members.departures().count()), (1, 1));
     let again = members.join(Some("a".into()), (String::new(), None), [7; 16], connection(), start);
-    assert!(!again.newcomer, "its name has come before, and stays");
+    assert!(!again.is_new_name, "its name has come before, and stays");
 }
 
 #[tokio::test]
@@ -728,14 +728,14 @@ async fn who_was_there_in_the_life_before_is_awaited_for_its_grace_unless_a_newe
     for (incarnation, standing) in (1..).zip(standings) {
         members.expect(&format!("of before {incarnation}"), key(incarnation), standing, start);
     }
-    assert_eq!(members.awaited(), [1, 2].into());
+    assert_eq!(&members.those_heard() | &members.those_expected(), [1, 2].into());
     let newer = join(&mut members, "of before 2", start);
-    assert_eq!(members.awaited(), [1, newer].into());
+    assert_eq!(&members.those_heard() | &members.those_expected(), [1, newer].into());
     let grace = PATIENCE.rejoin_grace * GRACE_OF_ANOTHER_LIFE;
     let mut tick = |at| {
         members.heard(newer, 0, start + at);
         members.tick(seconds(10), PATIENCE.rejoin_grace, start + at);
-        members.awaited()
+        &members.those_heard() | &members.those_expected()
     };
     assert_eq!(tick(seconds(299)), [1, newer].into());
     assert_eq!(tick(grace), [newer].into());

@@ -2,6 +2,8 @@ use super::*;
 use proptest::prelude::*;
 
 const NO_GRACE: Option<Duration> = None;
+/// How long those who have ended wait for newcomers.
+const LINGER: Duration = Duration::from_secs(10);
 
 fn seconds(s: u64) -> Duration {
     Duration::from_secs(s)
@@ -19,6 +21,11 @@ impl Rounds {
     /// A worker enters by the terms of all.
     fn enters(&mut self, incarnation: u32, entry: Entry, now: Instant) -> Option<Part> {
         self.enter(incarnation, entry, now).unwrap()
+    }
+
+    /// So many are there, and nobody is lost.
+    fn sees<const N: usize>(&mut self, there: [u32; N], now: Instant) {
+        self.see(&there.into(), &BTreeSet::new(), now);
     }
 
     fn gathers(&mut self, incarnation: u32, round: u64) -> Option<u64> {
@@ -387,14 +394,14 @@ fn a_round_waits_for_as_many_as_are_asked_for_unless_the_grace_has_passed() {
 }
 
 fn ended() -> Entry {
-    Entry { at_work: false, ..work(0.0) }
+    Entry { at_work: false, linger: Some(LINGER), ..work(0.0) }
 }
 
 #[test]
 fn those_who_have_all_ended_wait_for_a_newcomer_for_a_moment_and_once() {
     let start = Instant::now();
     let mut rounds = rounds(&[1, 2], start);
-    rounds.see(&[1, 2, 3].into(), start);
+    rounds.sees([1, 2, 3], start);
     assert_eq!(rounds.enters(1, ended(), start), None);
     assert_eq!(rounds.enters(2, work(1.0), start).unwrap().members, 2, "who is at work is not held up");
     for member in 1..=2 {
@@ -417,7 +424,7 @@ fn those_who_have_all_ended_wait_for_a_newcomer_for_a_moment_and_once() {
         rounds.gathers(member, 4);
     }
     assert_eq!(rounds.enters(1, ended(), end), None);
-    rounds.see(&[1, 2, 3, 4].into(), end + seconds(1));
+    rounds.sees([1, 2, 3, 4], end + seconds(1));
     assert_eq!(rounds.enters(2, ended(), end), None);
     assert_eq!(rounds.next_look(end), Some(end + seconds(1) + LINGER), "another one, from when it came");
     let part = rounds.enters(4, work(1.0), end + seconds(9)).unwrap();
@@ -428,24 +435,85 @@ fn those_who_have_all_ended_wait_for_a_newcomer_for_a_moment_and_once() {
 fn nobody_waits_for_a_newcomer_that_has_gone_nor_where_one_that_was_waited_for_is_lost() {
     let start = Instant::now();
     let mut left = rounds(&[1, 2], start);
-    left.see(&[1, 2, 3].into(), start);
+    left.sees([1, 2, 3], start);
     assert_eq!(left.enters(1, ended(), start), None);
     assert_eq!(left.enters(2, ended(), start), None);
-    left.see(&[1, 2].into(), start + seconds(1));
+    left.sees([1, 2], start + seconds(1));
     assert_eq!(left.enters(1, ended(), start).unwrap().members, 2);
 
     let mut lost = rounds(&[1, 2], start);
-    lost.see(&[1, 2].into(), start);
+    lost.sees([1, 2], start);
     assert_eq!(lost.enters(1, ended(), start), None);
     lost.lose(2, start + seconds(1));
     assert_eq!(lost.enters(1, ended(), start).unwrap().members, 1);
 }
 
 #[test]
+fn however_many_newcomers_come_those_who_have_ended_wait_twice_as_long_as_they_say_at_most() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1], start);
+    let (mut there, mut at) = (BTreeSet::from([1, 2]), start);
+    rounds.see(&there, &BTreeSet::new(), at);
+    while rounds.enters(1, ended(), at).is_none() {
+        assert!(at <= start + 2 * LINGER, "there is always one more");
+        at += seconds(1);
+        let past = (at - start).as_secs();
+        if past.is_multiple_of(4) {
+            there.insert(u32::try_from(past).unwrap());
+        }
+        rounds.see(&there, &BTreeSet::new(), at);
+    }
+    assert_eq!(at, start + seconds(8) + LINGER, "for the last that came in time, from when it came");
+}
+
+#[test]
+fn a_newcomer_that_is_lost_for_an_instant_is_told_of_and_not_waited_for_anew() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1], start);
+    rounds.sees([1, 2], start);
+    assert_eq!(rounds.enters(1, ended(), start), None);
+    rounds.tick(start + LINGER);
+    assert_eq!(rounds.enters(1, ended(), start + LINGER).unwrap().members, 1);
+    rounds.gathers(1, 2);
+    rounds.see(&[1].into(), &[2].into(), start + LINGER);
+    assert_eq!(rounds.status().newcomers, [2], "it may come back");
+    rounds.sees([1, 2], start + LINGER + seconds(1));
+    assert!(rounds.enters(1, ended(), start + LINGER + seconds(1)).is_some(), "it was waited for already");
+    rounds.gathers(1, 3);
+    rounds.sees([1], start + LINGER + seconds(2));
+    assert_eq!(rounds.status().newcomers, [0; 0], "it does not come back any more");
+}
+
+#[test]
+fn who_was_given_up_or_refused_is_not_waited_for_as_a_newcomer_is() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1, 2], start);
+    rounds.give_up(2, start);
+    rounds.sees([1, 2, 3], start);
+    let by = |terms: &str| Entry { terms: Some(terms.into()), ..ended() };
+    rounds.enter(3, by("others"), start).unwrap_or_else(|_| unreachable!("nobody has any yet"));
+    rounds.lose(3, start);
+    assert!(rounds.enter(1, by("one"), start).unwrap().is_some());
+    rounds.gathers(1, 2);
+    rounds.sees([1, 2, 3], start);
+    assert!(rounds.enter(3, by("others"), start).is_err());
+    assert!(rounds.enter(1, by("one"), start).unwrap().is_some());
+}
+
+#[test]
+fn who_has_ended_waits_for_no_number_and_who_does_not_say_for_no_newcomer() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1], start);
+    rounds.sees([1, 2], start);
+    let ended = Entry { at_work: false, at_least: 2, ..work(0.0) };
+    assert_eq!(rounds.enters(1, ended, start).unwrap().members, 1);
+}
+
+#[test]
 fn those_who_have_ended_wait_for_the_roster_however_long_that_takes() {
     let start = Instant::now();
     let mut rounds = rounds(&[1, 2], start);
-    rounds.see(&[1, 2, 3].into(), start);
+    rounds.sees([1, 2, 3], start);
     assert_eq!(rounds.enters(1, ended(), start), None);
     let much_later = start + seconds(3600);
     rounds.tick(much_later);
@@ -510,10 +578,12 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     let member = || 1..=MEMBERS;
     let samples = prop_oneof![Just(0.0), 0.0..1e6_f64, Just(f64::MAX), Just(5e-324)];
     let grace = prop::option::of((0..5_u64).prop_map(seconds));
-    let entry = (samples, any::<bool>(), grace).prop_map(|(samples, at_work, grace)| Entry {
+    let linger = prop::option::of(prop_oneof![Just(LINGER), Just(seconds(2))]);
+    let entry = (samples, any::<bool>(), grace, linger).prop_map(|(samples, at_work, grace, linger)| Entry {
         samples,
         at_work,
         grace,
+        linger,
         ..Entry::default()
     });
     let act = prop_oneof![
@@ -593,17 +663,26 @@ impl Seen {
             }
         }
         let there = self.roster.iter().chain(self.newcomers.keys()).copied().collect();
-        rounds.see(&there, start + self.now);
-        assert_eq!(rounds.status().newcomers, self.newcomers.keys().copied().collect::<Vec<_>>());
+        rounds.see(&there, &BTreeSet::new(), start + self.now);
+        let listed = self.newcomers.keys().copied().filter(|_| !self.roster.is_empty());
+        assert_eq!(rounds.status().newcomers, listed.collect::<Vec<_>>());
         self.look(rounds, start + self.now);
     }
 
-    /// Until when those who wait, and have all ended, wait for newcomers.
-    fn lingers_until(&self) -> Option<Duration> {
+    /// Since when those who wait, and have all ended, wait for newcomers, and how long.
+    fn linger(&self) -> Option<(Duration, Duration)> {
         let last = self.waiting.values().map(|(since, _)| *since).max()?;
         let goes_on = self.waiting.values().any(|(_, entry)| entry.at_work);
-        let come = self.newcomers.values().filter(|(_, in_vain)| !in_vain).map(|(since, _)| *since).max();
-        come.filter(|_| !goes_on).map(|come| come.max(last) + LINGER)
+        let linger = self.waiting.values().filter_map(|(_, entry)| entry.linger).max();
+        linger.filter(|_| !goes_on).map(|linger| (last, linger))
+    }
+
+    /// Until when.
+    fn lingers_until(&self) -> Option<Duration> {
+        let (last, linger) = self.linger()?;
+        let in_time = |(since, in_vain): &&(Duration, bool)| !in_vain && *since <= last + linger;
+        let come = self.newcomers.values().filter(in_time).map(|(since, _)| *since).max()?;
+        Some(come.max(last) + linger)
     }
 
     fn is_due(&self) -> bool {
@@ -631,7 +710,9 @@ impl Seen {
             );
             if must_close {
                 if self.lingers_until().is_some_and(|until| self.now >= until) {
-                    self.newcomers.values_mut().for_each(|(_, in_vain)| *in_vain = true);
+                    let (last, linger) = self.linger().unwrap();
+                    let awaited = self.newcomers.values_mut().filter(|(since, _)| *since <= last + linger);
+                    awaited.for_each(|(_, in_vain)| *in_vain = true);
                 }
                 self.waiting.clear();
                 self.last_round += 1;
