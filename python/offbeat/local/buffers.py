@@ -41,38 +41,46 @@ def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
     """Give a module its buffers back, with their values: a running scale is one that moves in eval mode, too.
 
     Where that is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
-    afterwards. What was not there before stays, as what made it does not know that it would be gone; so does
-    a cache that grew, and begins with what it was: the module may have noted elsewhere how far.
+    afterwards; where it began as None, as the state of a recurrent net may, it is None again. What was not
+    there before stays, as what made it does not know that it would be gone. So does a buffer that is no part
+    of the module's state (``persistent=False``) and went from one size to another: a cache that grew, of
+    which the module may have noted elsewhere how far.
 
     Args:
         module: The module.
         are_few: Only as many values as are worth copies (`few`).
     """
-    places = [vars(part).get("_buffers", {}) for part in module.modules()]  # a traced module has them in C++
-    before = [dict(place) for place in places]
-    held_now = {name: b for name, b in module.named_buffers() if not is_lazy(b)}
-    buffers = {name: b.detach() for name, b in held_now.items() if b.layout is torch.strided}
+    places = [
+        (part, vars(part).get("_buffers", {})) for part in module.modules()
+    ]  # a traced one has none here
+    before = [(place, dict(place), getattr(part, _CACHES, ())) for part, place in places]
+    buffers = {name: b.detach() for name, b in module.named_buffers() if _has_values(b)}
     copied = few(module, buffers) if are_few else buffers
     values = {name: buffer.clone() for name, buffer in copied.items()}
     try:
         yield
     finally:
-        put_values(values, buffers)
-        for place, held in zip(places, before, strict=True):
-            now = dict(place)
+        for place, held, caches in before:
             for name, buffer in held.items():
-                if buffer is not None and not _has_grown(buffer, now.get(name)):
+                if name not in caches or not _has_resized(buffer, place.get(name)):
                     place[name] = buffer
+        put_values(values, buffers)
 
 
-def _has_grown(then: torch.Tensor, now: torch.Tensor | None) -> bool:
-    """Whether a buffer is another that begins with what was there, and goes on."""
-    if now is None or now is then or is_lazy(then) or is_lazy(now) or now.ndim != then.ndim:
+_CACHES = "_non_persistent_buffers_set"
+"""Where torch keeps the names of a module's buffers that are no part of its state."""
+
+
+def _has_values(buffer: torch.Tensor) -> bool:
+    """Whether it has numbers of its own to be copied, one after another."""
+    is_plain = buffer.layout is torch.strided and not buffer.is_nested
+    return not is_lazy(buffer) and is_plain and not buffer.is_meta
+
+
+def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    if then is None or now is None or is_lazy(then) or is_lazy(now):
         return False
-    if now.shape == then.shape or any(n < t for n, t in zip(now.shape, then.shape, strict=True)):
-        return False
-    begin = now[tuple(map(slice, then.shape))]
-    return begin.dtype == then.dtype and begin.device == then.device and torch.equal(begin, then)
+    return now is not then and now.shape != then.shape
 
 
 def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
