@@ -354,14 +354,15 @@ class Client(process.Live):
             faults.append(f"samples is {samples!r}: give a finite number, 0 or more")
         if not isinstance(at_work, bool):
             faults.append(f"at_work is {at_work!r}: give True or False")
-        times = {"grace_s": grace_s, "linger_s": linger_s}
-        faults += seconds(**{name: time for name, time in times.items() if time is not None})
+        if grace_s is not None:
+            faults += seconds(grace_s=grace_s)
+        if linger_s is not None:
+            faults += seconds(linger_s=linger_s)
         if not is_count(at_least, least=1) or at_least > MOST_MEMBERS:
             faults.append(f"at_least is {at_least!r}: give a whole number, 1 to {MOST_MEMBERS}")
         refuse(faults + strings(terms=terms, wish=wish))
-        grace, linger = (None if time is None else float(time) for time in times.values())
-        entered = self._open().enter(float(samples), at_work, (grace, linger), at_least, (terms, wish))
-        return Entered(*entered)
+        times = None if grace_s is None else float(grace_s), None if linger_s is None else float(linger_s)
+        return Entered(*self._open().enter(float(samples), at_work, times, at_least, (terms, wish)))
 
     def gather(self, round: int) -> Gathered:  # noqa: A002  as `Entered` calls it
         """Say that this client's push in a round has ended, and wait until every member's has.

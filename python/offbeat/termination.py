@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-__all__ = ["TERMINATED", "Terminated", "is_noted", "noting_signals", "stopping_on_sigterm"]
+__all__ = ["TERMINATED", "BrokenOff", "Terminated", "is_noted", "noting_signals", "stopping_on_sigterm"]
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of what SIGTERM has ended before it was done, as of a process that the signal itself ends."""
@@ -84,6 +84,10 @@ def stopping_on_sigterm(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+class BrokenOff(BaseException):
+    """A signal came in a wait that it is to end; who has asked for that says how the work ends."""
+
+
 class Terminated:
     """Whether a signal has come that is to end the work.
 
@@ -94,6 +98,35 @@ class Terminated:
 
     def __init__(self) -> None:
         self.has_come = self.is_ctrl_c = False
+        self._breaks_off = False
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """Let a signal end a wait in here, wherever it comes.
+
+        Raises:
+            BrokenOff: Where one comes, or has come.
+        """
+        self._breaks_off = True
+        try:
+            if self.has_come:
+                raise BrokenOff
+            yield
+        finally:
+            self._breaks_off = False
+
+    def note(self, *, is_ctrl_c: bool) -> None:
+        """Take note of the first that has come."""
+        self.has_come, self.is_ctrl_c = True, is_ctrl_c
+
+    def break_off(self) -> None:
+        """End the wait that one ends, if there is one.
+
+        Raises:
+            BrokenOff: So.
+        """
+        if self._breaks_off:
+            raise BrokenOff
 
     def end(self) -> BaseException:
         """Give what is to be raised when the work has ended."""
@@ -138,12 +171,13 @@ def noting_signals() -> Iterator[Terminated]:
             return
         if not noted.has_come:  # what comes first says how it ends: a group may be sent both
             of_children = _let_workers_go()
-            noted.has_come, noted.is_ctrl_c = True, number == signal.SIGINT and not is_launched
+            noted.note(is_ctrl_c=number == signal.SIGINT and not is_launched)
         if noted.is_ctrl_c:
             with suppress(OSError):  # by no stream: the signal may have come while one was being written to
                 os.write(2, CTRL_C_NOTED.encode())
         _let_echoes_pass(number)
         signal.signal(number, usual[number])
+        noted.break_off()
 
     for number in usual:
         signal.signal(number, note)

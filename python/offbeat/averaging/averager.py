@@ -390,6 +390,11 @@ class AsyncModelAverager:
         return self._turns.members.is_alone
 
     @property
+    def is_at_server(self) -> bool:
+        """Whether members meet at a server, where each comes and goes without stopping the others."""
+        return isinstance(self._turns.members, Served)
+
+    @property
     def has_lost_server(self) -> bool:
         """Whether members meet at a server, and the newest round that has ended could not reach it."""
         return self._turns.members.away is not None

@@ -83,6 +83,11 @@ class Averaged(Local):
         """It does: others' losses are theirs."""
         return True
 
+    @property
+    def meets_at_server(self) -> bool:
+        """Whether members do."""
+        return self._averager.is_at_server
+
     def end(self) -> int:
         """Average what is left, together with the others; losing their server costs no model."""
         try:

@@ -110,6 +110,11 @@ class Trained(Trainee):
         """Whether a round is under way of this member alone."""
         return self._driven.is_about_to_settle
 
+    @property
+    def meets_at_server(self) -> bool:
+        """Whether members do, by the strategy that is at work."""
+        return self._driven.meets_at_server
+
     def abandon(self) -> None:
         """Forget what a batch that broke off has left."""
         self._driven.abandon()

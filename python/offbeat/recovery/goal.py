@@ -43,6 +43,8 @@ class Goal:
 
     def is_done(self, manifest: Manifest) -> bool:
         """Whether one that goes on from a checkpoint has nothing to do."""
+        if manifest.is_end_due:
+            return False
         is_all_made = not manifest.is_validation_due and self.is_reached(
             epochs=manifest.epoch, steps=manifest.step
         )

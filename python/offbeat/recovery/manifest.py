@@ -94,6 +94,7 @@ class Manifest:
             could not be written, so that this is the first which says that there was one.
         is_validation_due: Whether a signal has broken off what belongs after the newest pass: to measure the
             model, and then the scheduler's step.
+        is_end_due: Whether all is trained, and others at a server were still to be ended together with.
         num_parameters: Of the model.
         optimizer: Its class.
         offbeat: Version that wrote this.
@@ -130,6 +131,7 @@ class Manifest:
     again_number: int | None = None
     again_step: int | None = None
     is_validation_due: bool = False
+    is_end_due: bool = False
 
     @property
     def values_step(self) -> int:

@@ -30,7 +30,7 @@ from offbeat.recovery.place import Data
 from offbeat.recovery.rollback import WayBack
 from offbeat.recovery.saver import Draft, Saver, parameters_of
 from offbeat.recovery.trainee import GoesBack, Trainee
-from offbeat.termination import Terminated
+from offbeat.termination import BrokenOff, Terminated
 from offbeat.worker.account import Account as Pushes
 
 __all__ = ["Again", "Plan", "Run", "taken_apart"]
@@ -170,6 +170,7 @@ class Run:
         self._resumed = resumed
         self._again = again  # until there are values of another step
         self._is_validation_due = is_validation_due
+        self._is_end_due = False
         self._untold: int | None = None  # number of what was gone back to, until a checkpoint says so
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
@@ -210,7 +211,7 @@ class Run:
                 self._hear()
                 self._after_epoch(epoch)
         with self._saving_if_lost():
-            history.steps += trainee.end()
+            history.steps += self._end()
         self._hear()
         if history.steps > account.logged_step:
             self._log()
@@ -226,6 +227,26 @@ class Run:
         if self._way_back is not None:
             self._way_back.close()
         trainee.finished(history)
+
+    def _end(self) -> int:
+        """End together with the others, if there are any; tell how many steps that were.
+
+        At a server that takes as long as they train. So all that this one has is saved before, and a signal
+        ends the wait; the next life takes it up again.
+        """
+        if not self._trainee.meets_at_server:
+            return self._trainee.end()
+        self._is_end_due = True
+        self._check_terminated()
+        if not self._has_nothing_new:
+            self._save(is_broken_off=True)
+        try:
+            with self._terminated.breaking_off():
+                num_steps = self._trainee.end()
+        except BrokenOff:
+            self._leave(is_saved=True)
+        self._is_end_due = False
+        return num_steps
 
     def _after_epoch(self, epoch: int) -> None:
         """Do what belongs after a pass that is in the account; a checkpoint of before says that it is due."""
@@ -408,15 +429,15 @@ class Run:
                 self._saver.wait()
             raise
 
-    def _leave(self) -> NoReturn:
+    def _leave(self, *, is_saved: bool = False) -> NoReturn:
         """Save what is new, say from where it goes on, and end."""
         self._is_stopped()  # else the same command would train on
         self._account.history.stopped = "interrupted"
-        if not self._has_nothing_new:
+        if not (is_saved or self._has_nothing_new):
             self._account.history.steps += self._trainee.settle()
             self._hear()
             self._save(is_broken_off=True)
-            self._saver.wait()
+        self._saver.wait()
         log.announce(f"ended after step {self._account.history.steps:,}; to go on, {self._saver.to_go_on}")
         leaving = self._terminated.end()
         if isinstance(leaving, SystemExit):
@@ -444,9 +465,12 @@ class Run:
             samples=history.samples,
             seconds=history.seconds,
             written_unix_s=0.0,
-            is_finished=(plan.is_done(account) and not self._is_validation_due)
-            or self._pushes.is_out_of_budget
-            or self._was_stopped,
+            is_finished=not self._is_end_due
+            and (
+                (plan.is_done(account) and not self._is_validation_due)
+                or self._pushes.is_out_of_budget
+                or self._was_stopped
+            ),
             is_good=judgement.is_within,
             loss=judgement.loss,
             band=judgement.band,
@@ -461,6 +485,7 @@ class Run:
             is_stopped=self._was_stopped,
             stop_reason=history.stop_reason,
             is_validation_due=self._is_validation_due,
+            is_end_due=self._is_end_due,
             again_number=self._untold if again is None else again.number,
             again_step=None if again is None else again.step,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),

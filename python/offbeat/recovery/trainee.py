@@ -133,6 +133,11 @@ class Trainee(ABC):
         """Whether what is under way ends with the next batches, whatever others do."""
         return False
 
+    @property
+    def meets_at_server(self) -> bool:
+        """Whether `end` waits for others, as long as they train, who go on if this one does not wait."""
+        return False
+
     def settle(self) -> int:
         """End what is under way, for the process is about to end; tell how many steps that were."""
         return 0

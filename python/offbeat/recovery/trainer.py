@@ -76,7 +76,8 @@ class FaultTolerantTrainer:
 
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
     process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A validation breaks off after the
-    batch under way, and is what the next life begins with. A second one, a moment later, ends it at once,
+    batch under way, and is what the next life begins with; so does the wait at the end for others at a
+    server, before which all is saved. A second one, a moment later, ends it at once,
     unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
 
     Args:
@@ -537,6 +538,7 @@ class FaultTolerantTrainer:
             history.stopped, history.stop_reason = "stop", found.manifest.stop_reason
         is_due = found is not None and found.manifest.is_validation_due
         is_done = (plan.is_done(account) and not is_due) or history.stopped == "stop"
+        is_done = is_done and not (found is not None and found.manifest.is_end_due)
         # Others who are not done are to be met once more, at their end.
         if not (trainee.agree(is_done) and is_done):
             return False

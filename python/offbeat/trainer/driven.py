@@ -71,10 +71,11 @@ class Driven:
         batch = Batch.of(given, workshop.device)
         workshop.numerics.norm = None
         made = strategy.batch(batch)
+        steps = workshop.tally.steps
         if self._callbacks.has("on_step"):
-            norm = workshop.numerics.norm
-            self._step = Step(workshop.tally.steps, epoch, batch.samples, made.loss, norm, made.is_skipped)
-        return batch, made, workshop.tally.steps - before
+            norm, is_update = workshop.numerics.norm, steps > before
+            self._step = Step(steps, epoch, batch.samples, made.loss, norm, made.is_skipped, is_update)
+        return batch, made, steps - before
 
     def after_step(self) -> None:
         """Let callbacks hear of a batch that was trained on, and is in the account."""
@@ -136,6 +137,11 @@ class Driven:
     def is_about_to_settle(self) -> bool:
         """Whether what is under way ends with the next batches, whatever others do."""
         return self._stage.strategy is not None and self._stage.strategy.is_about_to_settle
+
+    @property
+    def meets_at_server(self) -> bool:
+        """Whether it ends together with others at a server, whom one that goes does not stop."""
+        return self._stage.strategy is not None and self._stage.strategy.meets_at_server
 
     @property
     def version(self) -> int:

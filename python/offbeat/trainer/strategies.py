@@ -204,6 +204,11 @@ class Strategy(ABC):
         """Whether it ends with the next batches, whatever others do."""
         return False
 
+    @property
+    def meets_at_server(self) -> bool:
+        """Whether it ends together with others at a server, whom one that goes does not stop."""
+        return False
+
     def part(self) -> None:  # noqa: B027
         """Be ready to be saved, for the process is about to end, and the others may not come any more."""
 
@@ -353,6 +358,11 @@ class Averaged(Local):
     def is_about_to_settle(self) -> bool:
         """Whether a round is under way of this member alone."""
         return self.averager.is_under_way and self.averager.is_alone
+
+    @property
+    def meets_at_server(self) -> bool:
+        """Whether the averager does."""
+        return self.averager.is_at_server
 
     def state_dict(self) -> Any:  # noqa: ANN401  a nest
         """Give the averager's, but for how often members meet, which the trainer's own settings say."""

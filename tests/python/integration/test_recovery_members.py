@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from safetensors.torch import load_file
 
 import offbeat
 from offbeat.errors import StateError
@@ -243,3 +244,53 @@ def test_a_save_waits_for_no_slower_member(kind, tmp_path):
     assert first["value"] == second["value"]
     steps = [int(name.rpartition("-")[2]) for name in directory.names(tmp_path / "0")]
     assert steps == [12, 2 * EVERY]
+
+
+# --------------------------------------------------------------------------- one that waits at its end
+
+
+def newest_entry(folder):
+    found = directory.entries(folder) if folder.exists() else []
+    return found[0] if found and found[0].manifest is not None else None
+
+
+def is_saved_before_the_end(folder):
+    entry = newest_entry(folder)
+    return entry is not None and entry.manifest.is_end_due
+
+
+@pytest.mark.parametrize("kind", members.MADE)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_one_that_waits_for_the_others_end_has_saved_all_and_a_signal_ends_the_wait(kind, number, tmp_path):
+    run = {"kind": kind, "method": "average"}
+    barrier = CONTEXT.Barrier(2, timeout=60)
+    with offbeat.ParameterServer(transaction="model") as server:
+        other = started(
+            members.count, tmp_path / "b", server.address, -BY, max_steps=8, barrier=barrier, **run
+        )
+        barrier.wait()  # it was in a round, and is waited for in the next
+
+        def begun():
+            # Not one round comes before its end: there it would wait for the other, too.
+            return started(members.count, tmp_path / "a", server.address, BY, max_steps=EVERY - 1, **run)
+
+        ends = begun()
+        wait_for(lambda: is_saved_before_the_end(tmp_path / "a"))
+        assert newest_entry(tmp_path / "a").manifest.step == EVERY - 1
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        os.kill(ends.pid, number)
+        assert ended(ends) == (143 if number == signal.SIGTERM else -number)
+        assert not newest_entry(tmp_path / "a").manifest.is_finished
+        again = begun()
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        barrier.wait()
+        assert [ended(other), ended(again)] == [0, 0]
+        held = held_number(server)
+    last = newest_entry(tmp_path / "a")
+    assert (last.manifest.step, last.manifest.is_finished, last.manifest.is_end_due) == (
+        EVERY - 1,
+        True,
+        False,
+    )
+    weights = load_file(tmp_path / "a" / last.name / "model.safetensors")
+    assert weights["weight"].item() == held
