@@ -24,13 +24,15 @@ class Step:
     """A batch that was trained on.
 
     Attributes:
-        step: Steps of the optimizer since `train` began, this one included.
+        step: Steps of the optimizer since `train` began, with those that came of this batch. Where several
+            batches make one, as under ``"accumulate"``, it is 0 before the first, and the same for several.
         epoch: Counted over the trainer's life, from 0.
         samples: In the batch.
         loss: Of the batch, as the loss function gave it; on its device, so that nobody waits who need not.
         gradient_norm: Of what the batch's step was made by, before it was clipped; None where there was no
             step, or nothing is clipped.
         is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
+        is_update: The optimizer has stepped in this batch: for what is to be done once at a `step`.
     """
 
     step: int
@@ -39,6 +41,7 @@ class Step:
     loss: torch.Tensor
     gradient_norm: torch.Tensor | None
     is_skipped: bool
+    is_update: bool
 
 
 class Callback(Protocol):

@@ -176,6 +176,7 @@ class Loop:
         batch = Batch.of(given, workshop.device)
         samples = batch.samples
         workshop.numerics.norm = None
+        before = history.steps
         made = strategy.batch(batch)
         if made.lost is not None:
             raise made.lost
@@ -188,8 +189,8 @@ class Loop:
         else:
             self._finiteness.add(loss, history.steps)
         if plan.callbacks.has("on_step"):
-            norm = workshop.numerics.norm
-            step = Step(history.steps, epoch, samples, made.loss, norm, made.is_skipped)
+            norm, is_update = workshop.numerics.norm, history.steps > before
+            step = Step(history.steps, epoch, samples, made.loss, norm, made.is_skipped, is_update)
             plan.callbacks.tell("on_step", step)
         if self._lines.is_due:
             self._log(strategy)

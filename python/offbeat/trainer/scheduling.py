@@ -264,7 +264,29 @@ def meter_of(
             f'{name} goes by a metric: give scheduler_metric="loss", say, or validation=, by whose loss it '
             f"goes then"
         )
-    return _one_meter("loss" if metric is None else metric)
+    goes_by = "loss" if metric is None else metric
+    if isinstance(scheduler, ReduceLROnPlateau):
+        _check_mode(scheduler.mode, goes_by)
+    return _one_meter(goes_by)
+
+
+BETTER = {"loss": "min", "accuracy": "max"}
+"""Of which metrics less is better, and of which more."""
+
+
+def _check_mode(mode: str, metric: Metric) -> None:
+    """See that ReduceLROnPlateau does not take each step forward for one back.
+
+    Raises:
+        ConfigError: If it does.
+    """
+    better = BETTER.get(metric) if isinstance(metric, str) else None
+    if better is not None and mode != better:
+        raise ConfigError(
+            f"ReduceLROnPlateau has mode={mode!r} and goes by {metric!r}, of which "
+            f"{'less' if better == 'min' else 'more'} is better: make it with mode={better!r}, or it lowers "
+            f"the rate while the model gets better"
+        )
 
 
 def _takes_metric(scheduler: object) -> bool:

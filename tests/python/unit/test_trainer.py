@@ -452,11 +452,12 @@ def test_a_compiled_model_is_trained_in_place():
 
 def test_accumulating_is_the_accumulator_by_hand():
     ours, theirs = model(), model()
-    steps = []
+    steps, updates = [], []
 
     class Seen:
         def on_step(self, _, step):
             steps.append(step.step)
+            updates.append(step.is_update)
 
     trainer = offbeat.AsyncTrainer(ours, 1, 2, 4, strategy="accumulate", callbacks=[Seen()])
     train(trainer, optim.SGD(lr=0.1, momentum=0.9), epochs=3)
@@ -469,6 +470,7 @@ def test_accumulating_is_the_accumulator_by_hand():
         accumulator.flush()
     assert same(ours, theirs)
     assert steps[:10] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]  # the ninth is an update when the warm-up ends
+    assert updates[:9] == [False, True] * 4 + [False], "each that a batch has made is told of once"
     assert trainer.history.steps == 5 + 5
 
 

@@ -223,6 +223,17 @@ def test_a_metric_s_copy_for_validation_has_the_trainer_and_the_model_themselves
     assert {id(one) for one in Holds.seen} == {id(trainer.model)}
 
 
+@pytest.mark.parametrize(("metric", "mode", "better"), [("accuracy", "min", "max"), ("loss", "max", "min")])
+def test_a_plateau_that_would_lower_the_rate_while_the_model_gets_better_is_refused(metric, mode, better):
+    def trained(mode):
+        scheduler = functools.partial(ReduceLROnPlateau, mode=mode, patience=0)
+        return train(offbeat.AsyncTrainer(model()), scheduler=scheduler, scheduler_metric=metric)
+
+    with pytest.raises(ConfigError, match=f"goes by '{metric}', of which .* make it with mode='{better}'"):
+        trained(mode)
+    assert trained(better).epochs > 0
+
+
 def test_an_object_is_not_both_a_metric_and_the_schedulers():
     metric = Sum()
     with pytest.raises(ConfigError, match="scheduler_metric is one of metrics, and keeps one account"):
