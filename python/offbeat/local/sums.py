@@ -212,6 +212,12 @@ def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed
 def _lost(of: str, error: RuntimeError) -> str:
     """Word that a member is lost, and what to do; last torch's cause, which begins with its own paths."""
     cause = str(error).strip().partition("\n")[0]
+    if "NCCL" in cause and "invalid usage" in cause:  # which tells the reason in its own log alone
+        return (
+            f"{of} of all members could not be put together: nccl refuses what it is used for, as two "
+            f"members on one CUDA device: start as many processes on a machine as it has devices, each with "
+            f"a device of its own (device=, or CUDA_VISIBLE_DEVICES), or take 'gloo'; the cause: {cause}"
+        )
     return (
         f"{of} of all members could not be put together, for one is gone or was waited for too long: start "
         f"all of them again, for torch's process groups do not outlive a member, and let each call flush() "
