@@ -12,7 +12,7 @@ from offbeat.monitor.alert import Alert, Recovery, Release
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.remedy import Remedy, Taken
-from offbeat.monitor.report import MonitorReport, Series
+from offbeat.monitor.report import MonitorReport, Series, counted
 from offbeat.monitor.settings import Settings
 from offbeat.monitor.spell import Spell
 from offbeat.tracking import alerts
@@ -61,6 +61,7 @@ class Course:
         self._num_alerts: Counter[str] = Counter()
         self._num_dropped_in_a_row = 0
         self.is_lost = False
+        self._is_in_vain = False  # to have gone back: that was told, and is so still
         self._series = {metric: Series() for metric in settings.metrics}
         self._step = 0
 
@@ -114,29 +115,45 @@ class Course:
                     self._recover(metric, judged[metric], detector.expected, spell, worker)
         return tuple(raised)
 
-    def count(self, *, is_used: bool) -> None:
+    def count(self, *, is_used: bool, is_finite: bool = True) -> None:
         """Count a step's gradient, used or dropped; where none passes for long, see that one does."""
         self.num_dropped += not is_used
+        if not is_finite:
+            self._judge.see_unusable()
         is_left_out = any(effect.taken.left_out is not None for effect in self._in_effect)
         if is_used or is_left_out:  # that one is out for as long as its values are
             self._num_dropped_in_a_row = 0
             return
         self._num_dropped_in_a_row += 1
         if self._num_dropped_in_a_row == LONG:
-            is_one_missing = "rollback" not in self._settings.names and self._settings.can_roll_back()
-            back = ', or put "rollback" behind "reject"' if is_one_missing else ""
             log.warn(
                 f"step {self._step}: no gradient has passed for {LONG} steps, and the model learns nothing: "
-                f"each was dropped by what is in effect ({', '.join(self.in_effect)}). Where such values are "
-                f"right from now on, as after a warm restart or with harder data, call monitor.reset(); else "
-                f"mend the data{back}. After {LONG} steps more, what is finite is taken for the range"
+                f"each was dropped by what is in effect ({counted(self.in_effect)}). {self._words_of_long()}"
             )
-        elif self._num_dropped_in_a_row >= 2 * LONG and (metrics := self._judge.take_level()):
+        elif self._num_dropped_in_a_row < 2 * LONG or self._is_broken():  # of which no level is to be learnt
+            return
+        elif metrics := self._judge.take_level():
             log.warn(
                 f"step {self._step}: no gradient has passed for {self._num_dropped_in_a_row} steps: what "
                 f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew, and gradients "
                 f"are used meanwhile"
             )
+
+    def _words_of_long(self) -> str:
+        """Say what helps where no gradient has passed for long."""
+        is_one_missing = "rollback" not in self._settings.names and self._settings.can_roll_back()
+        back = ', or put "rollback" behind "reject"' if is_one_missing else ""
+        if self._is_broken():
+            what = "Parameters are" if self.is_lost else "What is measured is, each time,"
+            return (
+                f"{what} not finite: where the data is sound, the parameters are what is broken, and no "
+                f"range that is learnt anew lets any of it pass: {self._words_of_help()}{back}"
+            )
+        return (
+            f"Where such values are right from now on, as after a warm restart or with harder data, call "
+            f"monitor.reset(); else mend the data{back}. After {LONG} steps more, what is finite is taken "
+            f"for the range"
+        )
 
     def state(self) -> dict[str, Any]:
         """Give what it takes to go on in another process, as plain data; what was told stays here."""
@@ -166,7 +183,7 @@ class Course:
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
-        self._num_dropped_in_a_row, self.is_lost = in_a_row, False
+        self._num_dropped_in_a_row, self.is_lost, self._is_in_vain = in_a_row, False, False
         for name, what in noted.items():
             remedies[name].recall(what)
         self._resume()
@@ -195,7 +212,7 @@ class Course:
         self.let_go()
         self._judge = self._make_judge()
         self._num_dropped_in_a_row = 0
-        self.is_lost = False
+        self.is_lost = self._is_in_vain = False
 
     def let_go(self) -> None:
         """Let go of all remedies, the newest first."""
@@ -236,7 +253,7 @@ class Course:
     ) -> Alert:
         """Act on a value that is out of range, if it is time to, and make the alert."""
         ours = self._left_out(worker)
-        place, rung, told = None, None, ""
+        place, rung, back, told = None, None, None, ""
         if excess.is_first:
             was_lost, self.is_lost = self.is_lost, not excess.is_finite and is_lost()
             told = f"; {self._words_of_loss()}" if self.is_lost and not was_lost else ""
@@ -247,16 +264,13 @@ class Course:
             rung = self._settings.names.index(self._in_effect[place].name)
             self._judge.wait()
         elif excess.is_first or not self._in_effect:  # which may have ended since this step's first alert
-            rung = self._climb(worker, ours, is_finite=excess.is_finite)
-        if rung is not None:
-            num_went_back = self.num_went_back
-            self._act(rung, worker, place)
-            if self.num_went_back > num_went_back:  # to what is finite, as far as is known
-                self.is_lost, told = False, ""
-        effect = ours or self._in_effect[-1 if place is None else place]
-        is_done = effect.taken.is_done
-        has_acted = rung is not None and (is_done or place is None)  # that it failed once more is no news
-        action, result = effect.name, effect.taken.result if has_acted else effect.told
+            rung, back = self._climb(worker, ours, is_finite=excess.is_finite)
+        if self._do(rung, worker, place, back):
+            told = ""
+        elif excess.is_first:
+            told += self._told_in_vain()
+        effect, result, has_acted = self._done(rung, ours, place, back)
+        action, is_done = effect.name, effect.taken.is_done
         # Nobody waits now, as "in effect" would say.
         is_past = action == "pause" and effect.taken.is_done and effect.step != self._step
         if is_past:
@@ -314,11 +328,68 @@ class Course:
         """
         newest = len(self._in_effect) - 1
         is_left = self._judge.is_at_end and not excess.is_finite
+        is_left &= not (self._is_broken() and self._judge.may_go_back)
         if newest >= 0 and not self._in_effect[newest].taken.is_done and (excess.is_new or is_left):
             return newest
         if not (self.is_lost and (excess.is_new or self._judge.standing.quiet > 0)):
             return None
+        return self._place_of_rollback()
+
+    def _place_of_rollback(self) -> int | None:
         return max((n for n, effect in enumerate(self._in_effect) if effect.name == "rollback"), default=None)
+
+    def _do(self, rung: int | None, worker: str | None, place: int | None, back: int | None) -> bool:
+        """Take what it is time for; tell whether the model has gone back by it.
+
+        Args:
+            rung: The remedy.
+            worker: Whose alert it is.
+            place: Of what is done anew by it; None: it is the newest.
+            back: The place of a rollback to take again, and first: what is next is for what is gone back to.
+        """
+        num_went_back = self.num_went_back
+        if back is not None:
+            if not self._in_effect[back].taken.is_done:  # whatever is kept is worth more than what is lost
+                self._begin()
+            self._act(self._settings.names.index("rollback"), worker, back)
+        if rung is not None:
+            self._act(rung, worker, place)
+        if self.num_went_back == num_went_back:
+            return False
+        self.is_lost = False  # it is finite, as far as is known
+        self._judge.went_back()
+        return True
+
+    def _done(
+        self, rung: int | None, ours: "_InEffect | None", place: int | None, back: int | None
+    ) -> tuple["_InEffect", str, bool]:
+        """Give the remedy that an alert names, what there is to say of it, and whether that is news."""
+        if rung is None and back is not None:
+            effect = self._in_effect[back]
+            return effect, effect.taken.result, True
+        effect = ours or self._in_effect[-1 if place is None else place]
+        # That it failed once more is none.
+        has_acted = rung is not None and (effect.taken.is_done or place is None)
+        result = effect.taken.result if has_acted else effect.told
+        if back is not None:
+            result += f'; "rollback" once more: {self._in_effect[back].taken.result}'
+        return effect, result, has_acted
+
+    def _is_broken(self) -> bool:
+        """Tell whether no gradient passes any more: parameters are not finite, or nothing measured is.
+
+        Of parameters that are finite no loss may be, where they are so large.
+        """
+        return self.is_lost or (self._judge.is_stuck and self.keeps_out_non_finite)
+
+    def _told_in_vain(self) -> str:
+        """Say what helps where it was gone back as often as may be, once each time that this is so."""
+        was_in_vain = self._is_in_vain
+        self._is_in_vain = self._is_broken() and self._judge.has_gone_back
+        if was_in_vain or not self._is_in_vain:
+            return ""
+        said = '"rollback" was taken as often as it may be, in vain'
+        return f"; {said}: where the data is sound, {self._words_of_help()}"
 
     def _is_to_begin(self, excess: Excess, effect: "_InEffect") -> bool:
         """Tell whether what is done anew is to go by how it is now, and not as the matter began.
@@ -328,17 +399,19 @@ class Course:
         """
         return excess.is_new or (self.is_lost and not effect.taken.is_done)
 
-    def _climb(self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool) -> int | None:
-        """Give the rung to take for a worker's alert, if it is time to take one.
+    def _climb(
+        self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool
+    ) -> tuple[int | None, int | None]:
+        """Give the rung to take for a worker's alert, and the place of the rollback to take again, if any.
 
         Who is left out is measured, and does no harm: another remedy would be for nothing. Of the others each
         is left out at its first alert, as long as those are fewer than half: else it is the run that has gone
-        astray, and what is next on the ladder is for that. Where parameters are not finite, what would only
-        do more of the same is not taken again.
+        astray, and what is next on the ladder is for that. Where parameters are not finite, or it was gone
+        back in vain, what would only do more of the same is not taken again.
         """
         if ours is not None:
             self._judge.wait()
-            return None
+            return None, None
         num_out = sum(effect.taken.left_out is not None for effect in self._in_effect)
         is_elsewhere = (
             worker is not None
@@ -346,11 +419,18 @@ class Course:
             and self._in_effect[-1].taken.left_out is not None
             and 2 * (num_out + 1) < self._judge.num_workers
         )
-        if self.is_lost and self._judge.is_at_end and not self._settings.remedies[-1].helps_what_is_lost:
+        is_broken = self._is_broken()
+        is_past_help = self.is_lost or (is_broken and self._judge.has_gone_back)
+        helps = self._settings.remedies[-1].helps_what_is_lost
+        is_in_vain = is_past_help and self._judge.is_at_end and not helps
+        if is_in_vain and not self._judge.may_go_back:
             self._judge.wait()
-            return None
+            return None, None
         is_urgent = not is_finite and not self._is_kept_out()
-        return self._judge.climb(is_elsewhere=is_elsewhere, is_urgent=is_urgent)
+        rung = self._judge.climb(
+            is_elsewhere=is_elsewhere, is_urgent=is_urgent, is_lost=is_broken, is_in_vain=is_in_vain
+        )
+        return rung, self._place_of_rollback() if self._judge.is_to_go_back else None
 
     def _words_of_loss(self) -> str:
         """Say that parameters are lost, and what there is to do about it here."""
@@ -359,6 +439,14 @@ class Course:
         start = "start again from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
         instead = 'put "rollback" on the ladder' if self._settings.can_roll_back() else start
         return f"parameters are not finite, and none of these remedies helps: {instead}"
+
+    def _words_of_help(self) -> str:
+        """Say what mends a model that no remedy here does."""
+        again = "start again from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
+        if self._settings.can_roll_back():
+            back = "call trainer.rollback() from a callback, or server.rollback() of a ParameterServer, or "
+            return f"{back}{again}; with a lower learning rate"
+        return f"{again}; with a lower learning rate"
 
     def _words_of_pause(self, step: int) -> str:
         """Say that there was a pause, and when there is none before: training goes on at this alert."""

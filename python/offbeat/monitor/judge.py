@@ -11,7 +11,17 @@ from typing import Any
 
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
-from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_more, noted, until_again
+from offbeat.monitor.ladder import (
+    Ladder,
+    Standing,
+    after_alert,
+    after_quiet,
+    has_gone_back,
+    has_more,
+    may_go_back,
+    noted,
+    until_again,
+)
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.spell import Spell
 
@@ -20,6 +30,10 @@ __all__ = ["Excess", "Judge"]
 LOSSES_PER_VARIANCE = 5
 """Of as many losses one after the other a variance is taken; windows that overlap would be so alike that a
 band could not tell how far variances stray."""
+
+STUCK_STEPS = 3
+"""In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
+model of before still when its server has gone back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,8 @@ class _Step:
     had_alert: bool = False
     had_excess: bool = False  # an alert, or a value above the range that gave none
     had_value_in_range: bool = False
+    had_value: bool = False
+    had_unusable: bool = False  # something that is not finite
 
 
 class Judge:
@@ -80,6 +96,9 @@ class Judge:
         self._strikes: Counter[str | None] = Counter()  # since the newest rung was taken
         self._spells: dict[tuple[Metric, str | None], Spell] = {}
         self._over: Spell | None = None
+        self._num_unusable = 0  # steps in a row, whose ever, with something that is not finite
+        self._unusable: set[Metric] = set()  # of which metrics that was
+        self._is_to_go_back = False
         self._step = 0
         self._worker: str | None = None
         self._losses: list[float] = []
@@ -91,6 +110,9 @@ class Judge:
         if step == last.number:
             return None
         self._steps[worker] = _Step(step)
+        if last.had_value and not last.had_unusable:
+            self._num_unusable = 0
+            self._unusable.clear()
         if last.had_excess or not last.had_value_in_range:
             return None
         self._quiet[worker] += 1
@@ -108,6 +130,13 @@ class Judge:
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
         step.had_value_in_range |= verdict == "quiet"
+        step.had_value = True
+        if not is_usable(value) or (metric == "non_finite" and value > 0):
+            self._unusable.add(metric)
+            self.see_unusable()
+        elif metric in self._unusable:  # at once: a step's first alert is what climbs
+            self._unusable.discard(metric)
+            self._num_unusable = int(step.had_unusable)
         key = metric, self._worker
         known = self._spells.get(key)
         self._over = None
@@ -123,6 +152,37 @@ class Judge:
         )
         is_first, step.had_alert = not step.had_alert, True
         return Excess(metric, value, detector.allowed, detector.bound, is_first, spell, is_new)
+
+    def see_unusable(self) -> None:
+        """Note that something of this step is not finite, be it judged or not."""
+        step = self._steps.setdefault(self._worker, _Step())
+        self._num_unusable += not step.had_unusable
+        step.had_value = step.had_unusable = True
+
+    def went_back(self) -> None:
+        """Note that the model is another, of which nothing is known yet."""
+        self._num_unusable = 0
+        self._unusable.clear()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing has been finite for some steps: where such is kept out, no gradient passes."""
+        return self._num_unusable >= STUCK_STEPS
+
+    @property
+    def may_go_back(self) -> bool:
+        """Whether the remedy that goes back may be taken again beside later ones."""
+        return may_go_back(self.standing, self._ladder)
+
+    @property
+    def has_gone_back(self) -> bool:
+        """Whether it was taken as often as it may be."""
+        return has_gone_back(self.standing, self._ladder)
+
+    @property
+    def is_to_go_back(self) -> bool:
+        """Whether the alert for which the ladder was climbed last is one to go back for once more."""
+        return self._is_to_go_back
 
     @property
     def over(self) -> Spell | None:
@@ -144,11 +204,19 @@ class Judge:
         """How many workers were observed by their names."""
         return len(self._steps) - (None in self._steps)
 
-    def climb(self, *, is_elsewhere: bool = False, is_urgent: bool = False) -> int | None:
+    def climb(
+        self,
+        *,
+        is_elsewhere: bool = False,
+        is_urgent: bool = False,
+        is_lost: bool = False,
+        is_in_vain: bool = False,
+    ) -> int | None:
         """Take the step's alert into account; give the rung to take, if it is time.
 
-        `is_elsewhere` and `is_urgent`: as `after_alert` has them; what is taken again has its patience.
+        All as `after_alert` has them; what is taken again has its patience. `is_to_go_back` tells the rest.
         """
+        self._is_to_go_back = False
         is_urgent = is_urgent and has_more(self.standing.taken, self._ladder)
         self._strikes[self._worker] += 1
         is_counted = self._strikes[self._worker] <= self.standing.strikes  # by another worker's
@@ -156,10 +224,17 @@ class Judge:
             self.wait()
             return None
         self._quiet.clear()
+        num_back = self.standing.num_back
         self.standing, rung = after_alert(
-            self.standing, self._ladder, is_elsewhere=is_elsewhere, is_urgent=is_urgent
+            self.standing,
+            self._ladder,
+            is_elsewhere=is_elsewhere,
+            is_urgent=is_urgent,
+            is_lost=is_lost,
+            is_in_vain=is_in_vain,
         )
-        if rung is not None:
+        self._is_to_go_back = self.standing.num_back > num_back
+        if rung is not None or self._is_to_go_back:
             self._strikes.clear()
         return rung
 
@@ -189,6 +264,8 @@ class Judge:
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
+            "num_unusable": self._num_unusable,
+            "unusable": sorted(self._unusable),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -204,6 +281,8 @@ class Judge:
         losses = [float(loss) for loss in state["losses"]]
         self.detectors, self.standing, self._steps, self._quiet = detectors, standing, steps, quiet
         self._strikes, self._spells, self._losses = strikes, spells, losses
+        self._num_unusable = int(state.get("num_unusable", 0))  # which states had not, once
+        self._unusable = set(state.get("unusable", ()))  # likewise
 
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.

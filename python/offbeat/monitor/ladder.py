@@ -5,7 +5,17 @@ Pure values: `after_alert` and `after_quiet` give another state, and what to do.
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Ladder", "Standing", "after_alert", "after_quiet", "has_more", "noted", "until_again"]
+__all__ = [
+    "Ladder",
+    "Standing",
+    "after_alert",
+    "after_quiet",
+    "has_gone_back",
+    "has_more",
+    "may_go_back",
+    "noted",
+    "until_again",
+]
 
 MOST_DOUBLINGS = 6
 """Of the quiet time: 64 times as long at most."""
@@ -21,6 +31,8 @@ class Ladder:
         quiet_steps: Steps in the range after which the newest rung is let go of.
         repeats: How often the last rung may be taken; more than once where it does more each time.
         is_patient: Whether the last rung, where it is taken again, has twice the patience each time.
+        back: The place of the rung that goes back; None: there is none.
+        most_back: How often that one may be taken.
     """
 
     num_rungs: int
@@ -28,6 +40,8 @@ class Ladder:
     quiet_steps: int
     repeats: int = 1
     is_patient: bool = False
+    back: int | None = None
+    most_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,8 @@ class Standing:
         relapses: How often a rung was taken again after one was let go of. Each doubles the quiet time, so
             that what keeps coming back is let go of ever more seldom.
         has_let_go: Whether a rung was let go of since the last was taken.
+        num_back: How often the rung that goes back was taken again with later ones in effect, since one was
+            let go of last.
     """
 
     taken: tuple[int, ...] = ()
@@ -48,14 +64,23 @@ class Standing:
     quiet: int = 0
     relapses: int = 0
     has_let_go: bool = False
+    num_back: int = 0
 
 
 def after_alert(
-    standing: Standing, ladder: Ladder, *, is_elsewhere: bool = False, is_urgent: bool = False
+    standing: Standing,
+    ladder: Ladder,
+    *,
+    is_elsewhere: bool = False,
+    is_urgent: bool = False,
+    is_lost: bool = False,
+    is_in_vain: bool = False,
 ) -> tuple[Standing, int | None]:
     """Take a step with an alert into account.
 
-    The first takes the first rung; when `patience` more have come in spite of it, the next one is taken.
+    The first takes the first rung; when `patience` more have come in spite of it, the next one is taken. Of a
+    model that is lost none of those that are later than going back mends anything by itself: it is gone back
+    once more with the next, or without, where none is to be taken by then; `num_back` tells.
 
     Args:
         standing: Before it.
@@ -63,19 +88,39 @@ def after_alert(
         is_elsewhere: The newest rung does nothing for where this alert comes from, and would: it is taken
             again, there.
         is_urgent: Nothing that was taken can help against it: the next rung is taken at once.
+        is_lost: Nothing passes any more, and to go back is what helps.
+        is_in_vain: To take the last rung again would do nothing: it is only gone back.
 
     Returns:
         The new standing, and the rung to take now; None where there is none to take.
     """
     strikes = standing.strikes + 1
-    waiting = replace(standing, strikes=strikes, quiet=0)
+    goes_back = is_lost and strikes >= ladder.patience and may_go_back(standing, ladder)
+    num_back = standing.num_back + goes_back
+    # What was gone back to has the whole patience.
+    waiting = replace(standing, strikes=0 if goes_back else strikes, quiet=0, num_back=num_back)
     if standing.taken and strikes < _patience(standing.taken, ladder) and not (is_elsewhere or is_urgent):
         return waiting, None
     rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
-    if rung is None:
+    if rung is None or (is_in_vain and not has_more(standing.taken, ladder)):
         return waiting, None
     relapses = min(standing.relapses + standing.has_let_go, MOST_DOUBLINGS)
-    return Standing(taken=(*standing.taken, rung), relapses=relapses), rung
+    return Standing(taken=(*standing.taken, rung), relapses=relapses, num_back=num_back), rung
+
+
+def may_go_back(standing: Standing, ladder: Ladder) -> bool:
+    """Tell whether the rung that goes back, taken already, may be taken again beside later ones.
+
+    Where it is the last one that is taken again as any other.
+    """
+    is_last = ladder.back == ladder.num_rungs - 1
+    return ladder.back in standing.taken and not is_last and not has_gone_back(standing, ladder)
+
+
+def has_gone_back(standing: Standing, ladder: Ladder) -> bool:
+    """Tell whether it was taken as often as it may be."""
+    num = sum(rung == ladder.back for rung in standing.taken) + standing.num_back
+    return ladder.back in standing.taken and num >= ladder.most_back
 
 
 def noted(standing: Standing) -> Standing:

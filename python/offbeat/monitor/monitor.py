@@ -88,7 +88,8 @@ class AsyncTrainingMonitor:
             observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
             trains the model, and when taken again to the one before, never forward; at once, as a new
-            matter, where parameters are lost again after values in the range; the
+            matter, where parameters are lost again after values in the range; beside the remedies behind it,
+            three times in all, where nothing is finite any more; the
             step's gradient, which is of what was gone back from, is dropped. "pause" lets the
             thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
@@ -154,7 +155,16 @@ class AsyncTrainingMonitor:
             )
         )
         last = settings.remedies[-1]
-        ladder = Ladder(len(settings.names), patience, quiet_steps, last.repeats, last.is_patient)
+        back = settings.names.index("rollback") if "rollback" in settings.names else None
+        ladder = Ladder(
+            len(settings.names),
+            patience,
+            quiet_steps,
+            last.repeats,
+            last.is_patient,
+            back=back,
+            most_back=0 if back is None else settings.remedies[back].repeats,
+        )
         self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
         self._metrics, self._names = settings.metrics, settings.names
         self._callbacks = settings.callbacks
@@ -424,7 +434,7 @@ class AsyncTrainingMonitor:
             if is_used and is_clipping and most < reading.norm:
                 self._course.num_clipped += gradients.clip(most, optimizer)
             is_used &= not (self.is_paused or self._is_outdated)
-            self._course.count(is_used=is_used)
+            self._course.count(is_used=is_used, is_finite=not is_unusable)
             self._num_steps += 1
             self._is_suspect = self._is_outdated = self._is_broken = False
         self._tell(alerts)

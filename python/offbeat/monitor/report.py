@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MonitorReport", "Series", "bulk"]
+__all__ = ["MonitorReport", "Series", "bulk", "counted"]
 
 MOST_POINTS = 4000
 """Of a series; beyond it every second one goes."""
@@ -42,6 +43,11 @@ def bulk(values: Sequence[float]) -> tuple[float, float] | None:
     low, high = finite[min(out, len(finite) - 1)], finite[max(-1 - out, -len(finite))]
     size = high - low
     return (max(low - size, finite[0]), min(high + size, finite[-1])) if size > 0 else None
+
+
+def counted(names: Sequence[str]) -> str:
+    """Give names as a text, each once, with how often it is there: a remedy may be in effect ten times."""
+    return ", ".join(name if num == 1 else f"{name} x{num}" for name, num in Counter(names).items())
 
 
 @dataclass(slots=True)
@@ -118,7 +124,7 @@ class MonitorReport:
         seen = ", ".join(f"{metric} {series.num_seen}" for metric, series in self.series.items())
         return (
             f"<MonitorReport: alerts: {counts or 'none'}; in effect: "
-            f"{', '.join(self.in_effect) or 'nothing'}; gradients dropped: {self.num_dropped}, "
+            f"{counted(self.in_effect) or 'nothing'}; gradients dropped: {self.num_dropped}, "
             f"clipped: {self.num_clipped}; values: {seen}>"
         )
 

@@ -1,5 +1,6 @@
 """Which remedy is next, and when one is let go of."""
 
+import dataclasses
 import math
 
 import hypothesis
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.monitor.band import Band
 from offbeat.monitor.judge import Judge
-from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet
+from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_gone_back, may_go_back
 
 LADDERS = st.builds(
     Ladder,
@@ -105,6 +106,70 @@ def test_more_alerts_in_a_row_never_mean_fewer_rungs(ladder, length):
     assert more[: len(fewer)] == fewer
 
 
+def lost(ladder, length, **keywords):
+    """Give when the rung that goes back was taken again beside later ones, and which were taken when."""
+    standing, went, taken = Standing(), [], []
+    for step in range(length):
+        before = standing
+        standing, rung = after_alert(standing, ladder, is_lost=True, **keywords)
+        went += [step] if standing.num_back > before.num_back else []
+        taken += [] if rung is None else [(step, rung)]
+    return went, taken, standing
+
+
+def test_what_is_lost_goes_back_with_the_next_rung_and_then_without_one():
+    ladder = Ladder(num_rungs=2, patience=4, quiet_steps=10, back=0, most_back=3)
+    went, taken, standing = lost(ladder, 60)
+    assert (went, taken) == ([4, 8], [(0, 0), (4, 1)])
+    assert has_gone_back(standing, ladder)
+    assert not may_go_back(standing, ladder)
+
+
+def test_what_was_gone_back_to_has_the_whole_patience_before_a_rung_that_waits_for_longer():
+    ladder = Ladder(num_rungs=2, patience=4, quiet_steps=10, repeats=9, is_patient=True, back=0, most_back=3)
+    went, taken, _ = lost(ladder, 40)
+    assert (went, taken) == ([4, 8], [(0, 0), (4, 1), (16, 1), (32, 1)])
+
+
+def test_a_last_rung_that_would_be_for_nothing_is_not_taken_with_it():
+    ladder = Ladder(num_rungs=2, patience=4, quiet_steps=10, repeats=9, back=0, most_back=3)
+    assert lost(ladder, 10)[:2] == ([4, 8], [(0, 0), (4, 1), (8, 1)])
+    assert lost(ladder, 10, is_in_vain=True)[:2] == ([4, 8], [(0, 0), (4, 1)])
+
+
+def test_who_goes_back_by_the_last_rung_or_is_not_lost_goes_by_the_ladder_alone():
+    last = Ladder(num_rungs=2, patience=3, quiet_steps=10, repeats=3, back=1, most_back=3)
+    assert lost(last, 40)[:2] == ([], [(0, 0), (3, 1), (6, 1), (9, 1)])
+    assert has_gone_back(lost(last, 40)[2], last)
+    first = Ladder(num_rungs=2, patience=3, quiet_steps=10, back=0, most_back=3)
+    assert walk(first, [True] * 40)[1][-1].num_back == 0
+
+
+def test_what_is_let_go_of_lets_it_go_back_as_often_again():
+    ladder = Ladder(num_rungs=2, patience=2, quiet_steps=5, back=0, most_back=3)
+    standing = lost(ladder, 20)[2]
+    for _ in range(5):
+        standing, _ = after_quiet(standing, ladder)
+    assert standing.taken == (0,)
+    assert may_go_back(standing, ladder)
+
+
+@hypothesis.given(LADDERS, st.integers(0, 4), st.integers(1, 4), st.lists(st.booleans(), max_size=200))
+def test_it_goes_back_no_more_often_than_it_may_and_no_sooner_than_patience_says(ladder, back, most, course):
+    ladder = dataclasses.replace(ladder, back=back % ladder.num_rungs, most_back=most)
+    standing, since = Standing(), 0
+    for is_lost in course:
+        before = standing
+        standing, rung = after_alert(standing, ladder, is_lost=is_lost)
+        since += 1
+        if standing.num_back > before.num_back:
+            assert is_lost
+            assert since >= ladder.patience
+            assert standing.taken.count(ladder.back) + standing.num_back <= most
+        if rung is not None or standing.num_back > before.num_back:
+            since = 0
+
+
 # ------------------------------------------------------------------------------------------- steps
 
 
@@ -143,6 +208,43 @@ def test_a_step_is_quiet_where_nothing_in_it_is_above_its_range():
         for metric in ("loss", "gradient_norm"):
             made.see(metric, 1.0)
     assert [r for r in released if r is not None] == [0]
+
+
+def stuck(course):
+    """Give whether a judge says so after each of these steps, by its readings."""
+    made, found = judge(), []
+    for step, readings in enumerate(course, 20):
+        made.begin(step)
+        for metric, value in readings.items():
+            made.see(metric, value)
+        found.append(made.is_stuck)
+    return found
+
+
+@pytest.mark.parametrize("metric", ["loss", "gradient_norm"])
+@pytest.mark.parametrize("unusable", [math.nan, math.inf])
+def test_nothing_passes_where_steps_one_after_the_other_have_something_that_is_not_finite(metric, unusable):
+    sound = {"loss": 1.0, "gradient_norm": 1.0}
+    broken = {**sound, metric: unusable}
+    assert stuck([broken] * 4) == [False, False, True, True]
+    assert stuck([dict.fromkeys(sound, unusable)] * 4) == [False, False, True, True]
+    assert not any(stuck([broken, broken, sound] * 5))  # batches
+    assert stuck([*[broken] * 3, sound]) == [False, False, True, False]  # mended by somebody
+    assert stuck([*[broken] * 3, {}, broken]) == [False, False, True, True, True]  # a step without readings
+
+
+def test_what_nobody_judges_and_is_not_finite_counts_once_a_step_and_what_was_gone_back_to_begins_anew():
+    made = judge()
+    for step in range(20, 23):
+        made.begin(step)
+        made.see("loss", math.inf)
+        made.see_unusable()
+        assert made.is_stuck == (step == 22)
+    again = judge()
+    again.load(made.state())
+    assert again.is_stuck
+    made.went_back()
+    assert not made.is_stuck
 
 
 def test_readings_of_one_step_may_come_one_after_the_other():

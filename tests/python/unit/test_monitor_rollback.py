@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import offbeat
 from offbeat import AsyncTrainingMonitor
@@ -236,3 +237,122 @@ def test_where_parameters_are_lost_the_advice_is_to_put_it_on_the_ladder(tmp_pat
     said = [result for _, _, result in results(monitor) if "not finite" in result]
     assert said
     assert 'put "rollback" on the ladder' in said[0]
+
+
+def hot(folder, ladder, *, cooled_at=72):
+    """Train at a rate that makes parameters so large, from step 60 on, that no loss is finite; they are."""
+
+    class Sets:
+        def on_step(self, trainer, step):
+            if step.step in (60, cooled_at):
+                optimizer.param_groups[0]["lr"] = 5.0 if step.step == 60 else 0.01
+
+    inputs = torch.randn(2000, 10, generator=torch.Generator().manual_seed(0))
+    targets = inputs @ torch.arange(10.0).reshape(10, 1)
+    torch.manual_seed(0)
+    layers = [nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inner = offbeat.AsyncTrainer(model, callbacks=Sets())
+    trainer = FaultTolerantTrainer(inner, folder, 20, deterministic=True)
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, pause_timeout_s=0.01)
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    trainer.train(dataset=data, epochs=5, optimizer=optimizer, loss_fn=nn.MSELoss(), log_frequency=1000)
+    with torch.no_grad():
+        return trainer, monitor, nn.MSELoss()(model(inputs), targets).item()
+
+
+@pytest.mark.parametrize(
+    "ladder",
+    [
+        ["rollback", "reduce_lr"],
+        ["rollback", "pause"],
+        ["rollback", "reduce_lr", "pause"],
+        ["rollback", "alert"],
+        ["alert", "rollback", "reduce_lr"],
+    ],
+    ids="-".join,
+)
+def test_a_model_that_is_lost_behind_a_rollback_goes_back_as_where_that_is_all_there_is(ladder, tmp_path):
+    _, _, wanted = hot(tmp_path / "alone", ["rollback"])
+    trainer, monitor, loss = hot(tmp_path / "ladder", ladder)
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+    assert wanted < 20.0
+    assert loss < 2.0 * wanted  # a rate that was reduced is so for a while; the data's variance is 285
+    assert trainer.history.skipped < 20
+    went = [
+        result.rpartition("went back to ")[2] for _, _, result in results(monitor) if "went back" in result
+    ]
+    assert list(dict.fromkeys(went)) == ["step 60", "step 40", "step 20"]
+    said = next(result for _, _, result in results(monitor) if "once more" in result)
+    assert said.endswith('; "rollback" once more: went back to step 40')
+
+
+def test_where_it_was_gone_back_in_vain_that_is_said_with_what_helps_and_no_rate_is_cut_for_it(
+    tmp_path, caplog
+):
+    trainer, monitor, _ = hot(tmp_path, ["rollback", "reduce_lr"], cooled_at=None)
+    assert trainer.history.skipped > 200
+    assert monitor.in_effect == ("rollback", "reduce_lr", "reduce_lr")
+    assert "in effect: rollback, reduce_lr x2;" in repr(monitor.report())
+    (said,) = (result for _, _, result in results(monitor) if "in vain" in result)
+    (long,) = (r.getMessage() for r in caplog.records if "no gradient has passed" in r.getMessage())
+    for words in (said, long):
+        assert "where the data is sound" in words
+        assert "call trainer.rollback() from a callback" in words
+        assert "recovery_strategy='last_good'" in words
+        assert "with a lower learning rate" in words
+    assert "monitor.reset()" not in long
+    assert "dropped by what is in effect (rollback, reduce_lr x2)" in long
+
+
+class GoesBackInVain:
+    num_calls = 0
+
+    def rollback(self, version=None):
+        self.num_calls += 1
+        return "what is lost as well"
+
+
+def test_parameters_that_stay_lost_beside_a_pause_go_back_three_times_in_all_and_that_is_said_once():
+    model, thing, told = net(), GoesBackInVain(), []
+    ladder, given = ["rollback", "pause"], {"patience": 2, "warm_up": 5, "pause_timeout_s": 0.01}
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, acts_on=thing, **given)
+    for step in range(10):
+        monitor.observe(step, loss=1.0)
+    model[0].weight.data.fill_(math.nan)
+    went = []
+    for step in range(10, 40):
+        before = thing.num_calls
+        told += [alert.result for alert in monitor.observe(step, loss=math.nan)]
+        went += [step] * (thing.num_calls - before)
+    assert went == [10, 12, 14]
+    (said,) = (result for result in told if "in vain" in result)
+    assert "start again from a checkpoint" in said
+
+
+def test_batches_that_are_not_finite_one_after_the_other_with_sound_ones_between_lead_no_further_back():
+    model, thing = net(), GoesBackInVain()
+    ladder, given = ["rollback", "alert"], {"patience": 2, "warm_up": 5}
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, acts_on=thing, **given)
+    for step in range(100):
+        monitor.observe(step, loss=math.nan if step > 10 and step % 3 else 1.0)
+    assert thing.num_calls == 1
+
+
+def test_a_rollback_that_could_not_be_done_is_tried_again_behind_others_where_the_model_is_lost():
+    model, thing = net(), GoesBackInVain()
+    can = thing.rollback
+    thing.rollback = lambda version=None: (_ for _ in ()).throw(OSError("not now"))
+    ladder, given = ["rollback", "reduce_lr"], {"patience": 2, "warm_up": 5}
+    live = torch.optim.SGD(model.parameters(), lr=1.0)
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, acts_on=[thing, live], **given)
+    for step in range(10):
+        monitor.observe(step, loss=1.0)
+    for step in range(10, 13):
+        monitor.observe(step, loss=math.nan)
+    thing.rollback = can
+    for step in range(13, 20):
+        monitor.observe(step, loss=math.nan)
+    assert thing.num_calls >= 1
+    assert "rollback" in monitor.in_effect
