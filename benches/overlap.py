@@ -1,7 +1,7 @@
 """What communication costs a training where it is overlapped: an MLP of 25e6 parameters, batch 32, AdamW.
 
     PYTHONPATH=python python benches/overlap.py [--rounds 6] [--every 10] [--kind averaging]
-        [--without gloo] [--quick]
+        [--without gloo] [--device cpu] [--quick]
 
 Two member processes, one thread each, train the same model in turns: without communication, a plain loop of
 torch's; averaging it every 10 steps behind the training, over gloo and over Offbeat's own transport with a
@@ -12,6 +12,8 @@ is what gloo and the kernel cost by themselves on this machine.
 All turns of a member have one model and one optimizer, so that they have the same memory. Each begins with
 one period that is not timed, so that as many rounds begin as end in what is. The order is turned around from
 round to round, and what is compared is the time per step within a round, the mean of both members.
+
+With `--device cuda` both members train on one GPU, and what is sent still goes through the host's memory.
 
 Where there are as many members as cores, what communication computes (it copies, adds and divides) is taken
 from training: "processor" is what a step costs of it, on all threads of a member (getrusage), "kernel" what
@@ -75,8 +77,9 @@ Step = Callable[[torch.Tensor, torch.Tensor], None]
 class Member:
     """All ways to train of one member process."""
 
-    def __init__(self, address: str, every: int, accumulated: int) -> None:
-        self._model = make_model()
+    def __init__(self, address: str, every: int, accumulated: int, device: str) -> None:
+        self._device = torch.device(device)
+        self._model = make_model().to(self._device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
         self._loss = nn.CrossEntropyLoss()
         self._every, self._accumulated = every, accumulated
@@ -85,13 +88,16 @@ class Member:
             "averaging_frequency": every,
             "rank": distributed.get_rank(),
             "world_size": distributed.get_world_size(),
+            "device": device,
         }
         self._averagers = {
             "gloo": offbeat.AsyncModelAverager(self._model, communication_backend="gloo", **how),
             "tcp": offbeat.AsyncModelAverager(self._model, server_address=address, **how),
         }
-        self._accumulator = offbeat.AsyncGradientAccumulator(self._model, accumulated, overlap=True)
-        self._bare = torch.zeros(sum(p.numel() for p in self._model.parameters()))
+        self._accumulator = offbeat.AsyncGradientAccumulator(
+            self._model, accumulated, overlap=True, device=device
+        )
+        self._bare = torch.zeros(sum(p.numel() for p in self._model.parameters()), device=self._device)
         self._work: distributed.Work | None = None
         self._at = 0
 
@@ -99,7 +105,8 @@ class Member:
         generator = torch.Generator().manual_seed(distributed.get_rank())
         inputs = torch.randn(1024, SIZES[0], generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
         targets = torch.randint(0, SIZES[-1], (1024,), generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
-        return itertools.cycle(zip(inputs, targets, strict=True))
+        there = [(x.to(self._device), y.to(self._device)) for x, y in zip(inputs, targets, strict=True)]
+        return itertools.cycle(there)
 
     def turn(self, arm: Arm, periods: int) -> Line:
         """Train for one period, and then for those that are timed."""
@@ -203,10 +210,10 @@ def _loopback() -> int:
 _kept: list[Member] = []
 
 
-def begin(rank: int, address: str, every: int, accumulated: int) -> None:
+def begin(rank: int, address: str, every: int, accumulated: int, device: str) -> None:
     """Make what a member has, in its process."""
     del rank
-    _kept.append(Member(address, every, accumulated))
+    _kept.append(Member(address, every, accumulated, device))
 
 
 def turn(rank: int, arm: Arm, periods: int) -> Line:
@@ -303,6 +310,7 @@ def main() -> None:
     parser.add_argument(
         "--without", action="append", default=[], choices=["gloo", "tcp", "bare"], help="arms of this name"
     )
+    parser.add_argument("--device", default="cpu", help="where both members train")
     parser.add_argument("--quick", action="store_true", help="two rounds of one period: does it run?")
     given = parser.parse_args()
     print(json.dumps(machine.describe()))
@@ -310,7 +318,7 @@ def main() -> None:
     arms = [arm for arm in ARMS if given.kind in {None, arm.kind} and arm.name not in given.without]
     server = offbeat.ParameterServer(host="127.0.0.1", port=0, transaction="model")
     with server, members.members(2) as group:
-        group.call(begin, server.address, given.every, given.accumulated, timeout_s=TIMEOUT_S)
+        group.call(begin, server.address, given.every, given.accumulated, given.device, timeout_s=TIMEOUT_S)
         found = measure(group, arms, rounds, is_quick=given.quick)
     print()
     print("\n".join(summary(found, {"averaging": given.every, "accumulating": given.accumulated})))
