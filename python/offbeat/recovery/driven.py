@@ -15,9 +15,10 @@ from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.averaged import Patience
-from offbeat.recovery.local import of_loss
+from offbeat.recovery.buffers import Holder, holder_of_loss
+from offbeat.recovery.local import of_buffers
 from offbeat.recovery.trainee import Stepped, Trainee
-from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
+from offbeat.recovery.values import WithMetadata, fill, unlisted
 from offbeat.trainer import AsyncTrainer
 from offbeat.trainer.alone import alone
 from offbeat.trainer.driven import Driven
@@ -28,10 +29,11 @@ __all__ = ["Trained"]
 class Trained(Trainee):
     """A trainer's loop. Its model is the server's while it trains against one."""
 
-    def __init__(self, trainer: AsyncTrainer, driven: Driven, loss_fn: LossFunction) -> None:
+    def __init__(self, trainer: AsyncTrainer, driven: Driven, loss_fn: LossFunction, holder: Holder) -> None:
         self._trainer = trainer
         self._driven = driven
         self._loss_fn = loss_fn
+        self._holder, self._loss_holder = holder, holder_of_loss(loss_fn)
         self._patience = Patience()
         live = trainer.optimizer
         self._settings = [] if live is None else [settings_of(group) for group in live.param_groups]
@@ -130,12 +132,13 @@ class Trained(Trainee):
 
     def agree(self, value: object) -> bool:
         """Ask the others, where they are a process group."""
-        if not self._trainer.needs_group:
-            return True
-        group = group_of(self._trainer.process_group)
-        if group is None or distributed.get_world_size(group) == 1:
-            return True
-        return is_alike(group, value, self._trainer.device)
+        group = self._group()
+        return group is None or is_alike(group, value, self._trainer.device)
+
+    def _group(self) -> "distributed.ProcessGroup | None":
+        """Give the process group of several in which it trains, if it does."""
+        group = group_of(self._trainer.process_group) if self._trainer.needs_group else None
+        return None if group is None or distributed.get_world_size(group) == 1 else group
 
     @property
     def scheduler_meter(self) -> Mean | None:
@@ -165,7 +168,8 @@ class Trained(Trainee):
             "model": dict(state),
             "metadata": dict(getattr(state, "_metadata", {})),
             "beside": unlisted(module),
-            "loss": of_loss(self._loss_fn),
+            "loss": self._loss_holder.tensors(),
+            "buffers": {"model": self._holder.registered(), "loss": self._loss_holder.registered()},
             "trainer": own,
             "classes": self._classes(),
             "settings": self._settings,
@@ -175,10 +179,15 @@ class Trained(Trainee):
         """Word which tensors, classes or strategies are others."""
         if found := of_classes(self._classes(), state["classes"]):
             return found
-        found = of_tensors(unwrap(self.module).state_dict(), state["model"])
-        found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
+        found = self.differences_of_model(state)
+        told = of_buffers(state, "loss")
+        found += [f"of loss_fn: {text}" for text in self._loss_holder.differences(state["loss"], told)]
         found += of_groups(self._trainer.optimizer, state["trainer"]["optimizer"])
         return [*found, *self._trainer.differences(state["trainer"])]
+
+    def differences_of_model(self, state: dict[str, Any]) -> list[str]:
+        """Word what of the model's training cannot have changed."""
+        return self._holder.differences(state["model"], of_buffers(state, "model"))
 
     def notes(self, state: dict[str, Any]) -> list[str]:
         """Word which settings given here are not the run's."""
@@ -186,6 +195,7 @@ class Trained(Trainee):
 
     def go_back(self, state: dict[str, Any]) -> None:
         """Take back what was learnt, where it trains as a plain loop; all else of the trainer's goes on."""
+        self._take_buffers(state)
         self._load_model(state)
         live, scaler = self._trainer.optimizer, self._trainer.scaler
         if live is not None:
@@ -194,14 +204,28 @@ class Trained(Trainee):
             scaler.load_state_dict(state["trainer"]["scaler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back a state that fits."""
+        """Take back a state that fits.
+
+        Members of a group meet in here, and see that their models are the same; what has grown in each by
+        itself is no longer of the same size.
+        """
+        is_met = self._group() is not None
+        if not is_met:
+            self._take_buffers(state)
         self._load_model(state)
         self._trainer.load_state_dict(state["trainer"])
+        if is_met:
+            self._take_buffers(state)
         self._settings = state["settings"]  # what the run began with, whatever was given here
+
+    def _take_buffers(self, state: dict[str, Any]) -> None:
+        self._holder.take(state["model"], of_buffers(state, "model"))
+        self._loss_holder.take(state["loss"], of_buffers(state, "loss"))
 
     def _load_model(self, state: dict[str, Any]) -> None:
         module = unwrap(self.module)
-        module.load_state_dict(WithMetadata.of(state["model"], state["metadata"]))
+        values = self._holder.fitting(state["model"])
+        module.load_state_dict(WithMetadata.of(values, state["metadata"]))
         fill(module, state["beside"])
         if isinstance(self._loss_fn, nn.Module):
             fill(self._loss_fn, state["loss"])

@@ -155,7 +155,7 @@ class Joined(Trainee):
         found = of_classes(self._classes(), state["classes"])
         if found:
             return found
-        found += of_tensors(unwrap(self.module).state_dict(), state["model"])
+        found += self.differences_of_model(state)
         found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
         found += of_groups(self._live, state["optimizer"])
         if (run := self._worker.run_id) != state["run"]:

@@ -19,11 +19,12 @@ from offbeat.local.saved import (
 )
 from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
+from offbeat.recovery.buffers import Holder, holder_of_loss
 from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
-from offbeat.recovery.values import WithMetadata, fill, of_tensors, unlisted
+from offbeat.recovery.values import WithMetadata, fill, unlisted
 from offbeat.trainer.scheduling import step_by
 
-__all__ = ["Local", "of_loss"]
+__all__ = ["Local", "of_buffers", "of_loss"]
 
 
 class Local(Trainee):
@@ -47,8 +48,10 @@ class Local(Trainee):
         scheduler_step: SchedulerStep,
         scheduler_meter: Mean | None,
         scaler: "torch.amp.GradScaler | None",
+        holder: Holder,
     ) -> None:
         self._module = module
+        self._holder, self._loss_holder = holder, holder_of_loss(loss_fn)
         self.optimizer = optimizer
         self._loss_fn = loss_fn
         self._reduction = reduction
@@ -156,7 +159,8 @@ class Local(Trainee):
             "model": dict(state),
             "metadata": dict(getattr(state, "_metadata", {})),
             "beside": unlisted(unwrap(self._module)),
-            "loss": of_loss(self._loss_fn),
+            "loss": self._loss_holder.tensors(),
+            "buffers": {"model": self._holder.registered(), "loss": self._loss_holder.registered()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -166,12 +170,17 @@ class Local(Trainee):
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Word which tensors, classes or groups are others than a state's."""
-        found = of_tensors(unwrap(self._module).state_dict(), state["model"])
-        found += [f"of loss_fn: {text}" for text in of_tensors(of_loss(self._loss_fn), state["loss"])]
+        found = self.differences_of_model(state)
+        told = of_buffers(state, "loss")
+        found += [f"of loss_fn: {text}" for text in self._loss_holder.differences(state["loss"], told)]
         found += of_classes(self._classes(), state["classes"])
         if found:
             return found
         return of_groups(self.optimizer, state["optimizer"])
+
+    def differences_of_model(self, state: dict[str, Any]) -> list[str]:
+        """Word what of the model's training cannot have changed."""
+        return self._holder.differences(state["model"], of_buffers(state, "model"))
 
     def notes(self, state: dict[str, Any]) -> list[str]:
         """Word which settings given here are not the run's."""
@@ -192,7 +201,9 @@ class Local(Trainee):
 
     def load_model(self, state: dict[str, Any]) -> None:
         """Take back the model's values."""
-        unwrap(self._module).load_state_dict(WithMetadata.of(state["model"], state["metadata"]))
+        self._holder.take(state["model"], of_buffers(state, "model"))
+        values = self._holder.fitting(state["model"])
+        unwrap(self._module).load_state_dict(WithMetadata.of(values, state["metadata"]))
 
     def load_rest(self, state: dict[str, Any]) -> None:
         """Take back all else."""
@@ -206,6 +217,7 @@ class Local(Trainee):
 
     def _fill_beside(self, state: dict[str, Any]) -> None:
         fill(unwrap(self._module), state["beside"])
+        self._loss_holder.take(state["loss"], of_buffers(state, "loss"))
         if isinstance(self._loss_fn, nn.Module):
             fill(self._loss_fn, state["loss"])
 
@@ -213,6 +225,12 @@ class Local(Trainee):
         """Name the classes that have to be the same."""
         parts = {"optimizer": self.optimizer, "scheduler": self._scheduler, "grad_scaler": self._scaler}
         return {name: None if part is None else type(part).__name__ for name, part in parts.items()}
+
+
+def of_buffers(state: dict[str, Any], whose: str) -> list[str] | None:
+    """Name what was registered as a buffer of the "model" or the "loss"; older checkpoints do not tell."""
+    told: list[str] | None = state.get("buffers", {}).get(whose)
+    return told
 
 
 def of_loss(loss_fn: LossFunction) -> dict[str, Any]:

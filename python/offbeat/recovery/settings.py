@@ -43,6 +43,8 @@ def of_model(model: object) -> list[str]:
         ]
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         return ["model has parameters without a shape yet: run one batch through it first"]
+    if any(nn.parameter.is_lazy(buffer) for buffer in model.buffers()):
+        return ["model has buffers without a shape yet: run one batch through it first"]
     if not any(p.requires_grad for p in model.parameters()):
         return [f"model is a {type(model).__name__} without parameters to train"]
     return [

@@ -11,7 +11,6 @@ from torch import nn
 from offbeat import log
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
 from offbeat.local.loss import wake
-from offbeat.module.table import unwrap
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, ends_again, made_under, preferred, ranked
 from offbeat.recovery.directory import Directory, entries, name_of
@@ -24,7 +23,6 @@ from offbeat.recovery.place import Data
 from offbeat.recovery.saver import parameters_of
 from offbeat.recovery.snapshot import are_finite
 from offbeat.recovery.trainee import Trainee
-from offbeat.recovery.values import of_tensors
 
 __all__ = ["Found", "Strategy", "find", "go_on"]
 
@@ -312,7 +310,7 @@ def go_on(
     if seed is None and data.described.kind == "dataset":
         others += _of_own_seed(member, found.rest)
     if differences := trainee.differences(state):
-        is_other_model = bool(of_tensors(unwrap(trainee.module).state_dict(), found.model))
+        is_other_model = bool(trainee.differences_of_model(state))
         remedy = (
             "build the model that was saved, and give all else as then" if is_other_model else "give the same"
         )

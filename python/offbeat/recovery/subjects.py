@@ -8,6 +8,8 @@ import torch
 from torch import distributed, nn
 
 from offbeat.averaging import AsyncModelAverager
+from offbeat.averaging.arrivals import Arrivals
+from offbeat.averaging.served import Served
 from offbeat.checks import Faults, refuse
 from offbeat.local import LocalOptimizer
 from offbeat.local.device import usable_device
@@ -18,6 +20,7 @@ from offbeat.local.stopping import Stop
 from offbeat.metrics import Mean, Metric
 from offbeat.recovery import settings
 from offbeat.recovery.averaged import Averaged
+from offbeat.recovery.buffers import Holder
 from offbeat.recovery.driven import Trained
 from offbeat.recovery.joined import Joined
 from offbeat.recovery.local import Local
@@ -129,6 +132,7 @@ class _Module(Subject):
         self.device, self.reduction = device, reduction
         self._optimizer = LocalOptimizer(module)
         self._scheduler = _Scheduler()
+        self._holder = Holder(self.module)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -152,6 +156,7 @@ class _Module(Subject):
             "scheduler_step": asked.scheduler_step,
             "scheduler_meter": _meter_for(scheduler, asked),
             "scaler": asked.scaler,
+            "holder": self._holder,
         }
 
 
@@ -159,8 +164,10 @@ class _Averager(_Module):
     def __init__(self, averager: AsyncModelAverager) -> None:
         self.module, self.device, self.reduction = averager.model, averager.device, "mean"
         self._averager = averager
-        self._optimizer = averager._turns.optimizer  # noqa: SLF001  whose state is the averager's, too
+        turns = averager._turns  # noqa: SLF001  whose optimizer's state is the averager's, too
+        self._optimizer = turns.optimizer
         self._scheduler = _Scheduler()
+        self._holder = Holder(self.module, is_fixed=isinstance(turns.members, Served | Arrivals))
 
     def trainee(self, asked: Asked) -> Trainee:
         return Averaged(self._averager, **self._of_loop(asked))
@@ -254,6 +261,8 @@ class _Trainer(_Ordered):
     def __init__(self, trainer: AsyncTrainer) -> None:
         super().__init__(trainer)
         self._trainer = trainer
+        is_served = trainer.averages_at_a_server or "parameter_server" in trainer.strategies.values()
+        self._holder = Holder(self.module, is_fixed=is_served)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -270,7 +279,7 @@ class _Trainer(_Ordered):
             is_validated=asked.is_validated,
             stop=asked.stop,
         )
-        return Trained(self._trainer, driven, asked.loss_fn)
+        return Trained(self._trainer, driven, asked.loss_fn, self._holder)
 
     def faults_of(self, *, strategy: str) -> list[str]:
         kinds = self._trainer.strategies.values()

@@ -12,7 +12,9 @@ from offbeat import trained_by
 from offbeat.errors import ConnectionLostError
 from offbeat.history import History, Record
 from offbeat.metrics import Mean
+from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
+from offbeat.recovery.values import of_tensors
 
 __all__ = ["GoesBack", "Scheduler", "SchedulerStep", "Stepped", "Trainee"]
 
@@ -105,6 +107,10 @@ class Trainee(ABC):
         """Take back a state that fits."""
 
     # ------------------------------------------------------------------ most have nothing to say to these
+
+    def differences_of_model(self, state: dict[str, Any]) -> list[str]:
+        """Word what of the model's does not fit."""
+        return of_tensors(unwrap(self.module).state_dict(), state["model"])
 
     def notes(self, state: dict[str, Any]) -> list[str]:
         """Word which settings of a state that fits are others than those given here."""

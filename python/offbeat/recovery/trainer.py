@@ -61,7 +61,9 @@ class FaultTolerantTrainer:
     history, and the state of monitors of the model and of callbacks that have `state_dict` and
     `load_state_dict`. It is a copy that is taken between two steps and written behind the next ones; a reader
     finds it whole, which digests prove, or not at all. Where the newest is damaged, the one before it is
-    taken, with a warning.
+    taken, with a warning. Parameters have to be of the checkpoint's names, shapes and dtypes; a buffer that
+    training has made another one (it grew, began as None, or a forward has registered it) comes back as it
+    was saved, and is named in the log.
 
     A module is trained here. Around an `AsyncTrainer` or an `AsyncModelAverager`, that trains, with all that
     it keeps; alone, it goes on bit for bit as well. A save waits for the end of a round that is under way.

@@ -25,13 +25,16 @@ def fill(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     own = dict(module.named_buffers()) | dict(module.named_parameters())
     for name, tensor in tensors.items():
         held = own.get(name)
+        owner, _, key = name.rpartition(".")
         if held is None:
-            continue
-        if held.shape == tensor.shape and held.dtype == tensor.dtype and not is_overlapping(held):
+            part = dict(module.named_modules(remove_duplicate=False)).get(owner)
+            if part is not None and key in vars(part).get("_buffers", {}):  # which began as None
+                device = next((t.device for t in own.values()), tensor.device)
+                setattr(part, key, tensor.to(device, copy=True))
+        elif held.shape == tensor.shape and held.dtype == tensor.dtype and not is_overlapping(held):
             with torch.no_grad():
                 held.copy_(tensor)
         else:  # as of a table that has grown
-            owner, _, key = name.rpartition(".")
             setattr(module.get_submodule(owner), key, tensor.to(held.device))
 
 

@@ -348,6 +348,42 @@ def test_members_of_a_group_go_on_together_from_their_own_places(made, tmp_path)
         assert [again[rank][1], again[rank][2]] == [steps, steps]  # a finished run trains nothing
 
 
+class Banked(nn.Module):
+    """Keeps a row of each batch."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.net = model(rank)
+        self.register_buffer("bank", torch.zeros(0, 6))
+
+    def forward(self, inputs):
+        if self.training:
+            self.bank = torch.cat([self.bank, inputs[:1]])
+        return self.net(inputs)
+
+
+def in_a_group_with_banks(rank, folder, made, stop_at, every):
+    if made == "trainer":
+        member = offbeat.AsyncTrainer(
+            Banked(rank), strategy="average", regular_sync_frequency=5, overlap=False
+        )
+    else:
+        member = offbeat.AsyncModelAverager(Banked(rank), averaging_frequency=5, overlap=False)
+    with member:
+        _, steps, resumed, _ = lived(member, folder, rank, stop_at=stop_at, every=every[rank])
+    return steps, resumed, len(member.model.bank), float(member.model.bank.sum())
+
+
+@pytest.mark.parametrize("made", ["average", "trainer"])
+def test_members_whose_buffers_have_grown_to_other_sizes_go_on_together(made, tmp_path):
+    whole = together(in_a_group_with_banks, 2, tmp_path / "whole", made, 0, [10, 7])
+    together(in_a_group_with_banks, 2, tmp_path / "kept", made, 14, [10, 7])
+    found = together(in_a_group_with_banks, 2, tmp_path / "kept", made, 0, [10, 7])
+    for rank, (steps, resumed, rows, total) in enumerate(found):
+        assert (steps, resumed, rows) == (4 * (5 + rank), [10, 7][rank], 4 * (5 + rank))
+        assert total == whole[rank][3]
+
+
 def test_where_a_member_has_no_checkpoint_all_begin_anew(tmp_path):
     together(in_a_group, 2, tmp_path, "average", [13, 12], [5, 100])
     found = together(in_a_group, 2, tmp_path, "average", [0, 0], [5, 100])

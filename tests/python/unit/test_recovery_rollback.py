@@ -288,7 +288,7 @@ def test_one_that_is_not_good_is_gone_back_to_by_its_step_alone(tmp_path):
 
 def test_a_model_that_has_become_another_is_refused(tmp_path):
     def grow(trainer):
-        trainer.model.register_buffer("more", torch.zeros(2))
+        trainer.model.register_parameter("more", nn.Parameter(torch.zeros(2)))
         trainer.rollback(10)
 
     kind, said = refusal(tmp_path, grow)
