@@ -8,8 +8,6 @@ import torch
 from torch import distributed, nn
 
 from offbeat.averaging import AsyncModelAverager
-from offbeat.averaging.arrivals import Arrivals
-from offbeat.averaging.served import Served
 from offbeat.checks import Faults, refuse
 from offbeat.local import LocalOptimizer
 from offbeat.local.device import usable_device
@@ -164,10 +162,9 @@ class _Averager(_Module):
     def __init__(self, averager: AsyncModelAverager) -> None:
         self.module, self.device, self.reduction = averager.model, averager.device, "mean"
         self._averager = averager
-        turns = averager._turns  # noqa: SLF001  whose optimizer's state is the averager's, too
-        self._optimizer = turns.optimizer
+        self._optimizer = averager._turns.optimizer  # noqa: SLF001  whose state is the averager's, too
         self._scheduler = _Scheduler()
-        self._holder = Holder(self.module, is_fixed=isinstance(turns.members, Served | Arrivals))
+        self._holder = Holder(self.module, is_fixed=averager.is_at_server)
 
     def trainee(self, asked: Asked) -> Trainee:
         return Averaged(self._averager, **self._of_loop(asked))
