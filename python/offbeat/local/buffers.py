@@ -43,8 +43,8 @@ def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
     Where that is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
     afterwards; where it began as None, as the state of a recurrent net may, it is None again. What was not
     there before stays, as what made it does not know that it would be gone. So does a buffer that is no part
-    of the module's state (``persistent=False``) and went from one size to another: a cache that grew, of
-    which the module may have noted elsewhere how far.
+    of the module's state (``persistent=False``) and got a size, or another one: a cache that was made or
+    grew, of which the module may have noted elsewhere how far.
 
     Args:
         module: The module.
@@ -78,9 +78,9 @@ def _has_values(buffer: torch.Tensor) -> bool:
 
 
 def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    if then is None or now is None or is_lazy(then) or is_lazy(now):
+    if now is None or now is then or is_lazy(now):
         return False
-    return now is not then and now.shape != then.shape
+    return then is None or (not is_lazy(then) and now.shape != then.shape)
 
 
 def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:

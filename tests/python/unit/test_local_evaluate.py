@@ -101,9 +101,11 @@ def test_buffers_of_all_submodules_are_the_same_tensors_with_the_same_values():
 class Grows(nn.Module):
     """Has a cache that grows where it has to, and notes how far, as older rotary embeddings do."""
 
-    def __init__(self):
+    def __init__(self, *, begins_as_none):
         super().__init__()
         self.size = 0
+        if begins_as_none:
+            self.register_buffer("cache", None, persistent=False)
 
     def forward(self, inputs):
         if len(inputs) > self.size:  # all are others then, as frequencies that go by the length are
@@ -112,9 +114,10 @@ class Grows(nn.Module):
         return inputs * self.cache[: len(inputs)]
 
 
+@pytest.mark.parametrize("begins_as_none", [False, True])
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_a_cache_that_grew_is_not_shrunk_under_the_module_that_noted_its_size(num_before):
-    module = Grows()
+def test_a_cache_that_grew_is_not_shrunk_under_the_module_that_noted_its_size(num_before, begins_as_none):
+    module = Grows(begins_as_none=begins_as_none)
     if num_before:
         module(INPUTS[:num_before])
     with same_buffers(module):
