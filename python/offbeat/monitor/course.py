@@ -62,6 +62,7 @@ class Course:
         self._num_dropped_in_a_row = 0
         self.is_lost = False
         self._is_in_vain = False  # to have gone back: that was told, and is so still
+        self._has_passed = True  # a gradient has, since it was gone back; else it is the data that is broken
         self._series = {metric: Series() for metric in settings.metrics}
         self._step = 0
 
@@ -121,6 +122,7 @@ class Course:
         if not is_finite:
             self._judge.see_unusable()
         is_left_out = any(effect.taken.left_out is not None for effect in self._in_effect)
+        self._has_passed |= is_used
         if is_used or is_left_out:  # that one is out for as long as its values are
             self._num_dropped_in_a_row = 0
             return
@@ -165,6 +167,7 @@ class Course:
             "num_taken": dict(self.num_taken),
             "num_dropped": self.num_dropped,
             "num_dropped_in_a_row": self._num_dropped_in_a_row,
+            "has_passed": self._has_passed,
             "num_clipped": self.num_clipped,
             "step": self._step,
         }
@@ -178,12 +181,13 @@ class Course:
         num_alerts, num_taken = Counter(state["num_alerts"]), Counter(state["num_taken"])
         num_dropped, num_clipped, step = state["num_dropped"], state["num_clipped"], state["step"]
         in_a_row = state.get("num_dropped_in_a_row", 0)  # which states had not, once
-        noted = state.get("noted", {})  # likewise
+        noted, has_passed = state.get("noted", {}), state.get("has_passed", True)  # likewise
         self.let_go()
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
         self._num_dropped_in_a_row, self.is_lost, self._is_in_vain = in_a_row, False, False
+        self._has_passed = has_passed
         for name, what in noted.items():
             remedies[name].recall(what)
         self._resume()
@@ -212,7 +216,7 @@ class Course:
         self.let_go()
         self._judge = self._make_judge()
         self._num_dropped_in_a_row = 0
-        self.is_lost = self._is_in_vain = False
+        self.is_lost, self._is_in_vain, self._has_passed = False, False, True
 
     def let_go(self) -> None:
         """Let go of all remedies, the newest first."""
@@ -356,7 +360,7 @@ class Course:
             self._act(rung, worker, place)
         if self.num_went_back == num_went_back:
             return False
-        self.is_lost = False  # it is finite, as far as is known
+        self.is_lost = self._has_passed = False  # it is finite, as far as is known
         self._judge.went_back()
         return True
 
@@ -378,9 +382,11 @@ class Course:
     def _is_broken(self) -> bool:
         """Tell whether no gradient passes any more: parameters are not finite, or nothing measured is.
 
-        Of parameters that are finite no loss may be, where they are so large.
+        Of parameters that are finite no loss may be, where they are so large. Where it was gone back to what
+        was good, and not one gradient has passed since, it is not the parameters that are broken.
         """
-        return self.is_lost or (self._judge.is_stuck and self.keeps_out_non_finite)
+        is_stuck = self._judge.is_stuck and self.keeps_out_non_finite
+        return self.is_lost or (is_stuck and self._has_passed)
 
     def _told_in_vain(self) -> str:
         """Say what helps where it was gone back as often as may be, once each time that this is so."""
@@ -406,8 +412,8 @@ class Course:
 
         Who is left out is measured, and does no harm: another remedy would be for nothing. Of the others each
         is left out at its first alert, as long as those are fewer than half: else it is the run that has gone
-        astray, and what is next on the ladder is for that. Where parameters are not finite, or it was gone
-        back in vain, what would only do more of the same is not taken again.
+        astray, and what is next on the ladder is for that. Where parameters are not finite, it was gone back
+        in vain, or no gradient has passed since, what would only do more of the same is not taken again.
         """
         if ours is not None:
             self._judge.wait()
@@ -420,7 +426,8 @@ class Course:
             and 2 * (num_out + 1) < self._judge.num_workers
         )
         is_broken = self._is_broken()
-        is_past_help = self.is_lost or (is_broken and self._judge.has_gone_back)
+        is_data_broken = self._judge.is_stuck and not self._has_passed
+        is_past_help = self.is_lost or is_data_broken or (is_broken and self._judge.has_gone_back)
         helps = self._settings.remedies[-1].helps_what_is_lost
         is_in_vain = is_past_help and self._judge.is_at_end and not helps
         if is_in_vain and not self._judge.may_go_back:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat import AsyncTrainingMonitor
@@ -356,3 +357,23 @@ def test_a_rollback_that_could_not_be_done_is_tried_again_behind_others_where_th
         monitor.observe(step, loss=math.nan)
     assert thing.num_calls >= 1
     assert "rollback" in monitor.in_effect
+
+
+def test_batches_that_are_not_finite_lead_back_once_and_cut_the_rate_once_where_no_gradient_passes(tmp_path):
+    """What was gone back to is good, so that it is the data that is broken, and no remedy helps that."""
+    inputs = torch.randn(60 * 8, 4, generator=torch.Generator().manual_seed(0))
+    inputs[30 * 8 : 50 * 8] = math.nan
+    model = net()
+    live = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = FaultTolerantTrainer(model, tmp_path, checkpoint_frequency=5)
+    monitor = AsyncTrainingMonitor(
+        model, remediation_strategy=["rollback", "reduce_lr"], patience=2, acts_on=[trainer, live]
+    )
+    data = TensorDataset(inputs, inputs.nan_to_num()[:, :1])
+    trainer.train(
+        dataloader=DataLoader(data, batch_size=8),
+        optimizer=live,
+        loss_fn=lambda outputs, targets: (outputs[:, :1] - targets).square().mean(),
+    )
+    assert monitor._course.num_taken == {"rollback": 1, "reduce_lr": 1}
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
