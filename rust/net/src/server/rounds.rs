@@ -138,6 +138,8 @@ pub(super) struct Rounds {
     /// Since when somebody does.
     waits_since: Option<Instant>,
     newcomers: BTreeMap<u32, Newcomer>,
+    /// Since when all who are waited for have entered the round that is open, and have ended.
+    all_ended_since: Option<Instant>,
     /// Who has entered the round that is open, and when.
     open: BTreeMap<u32, (Entry, Instant)>,
     /// Those that are not over, by number.
@@ -298,6 +300,7 @@ impl Rounds {
     /// The server stood still for so long: that time is taken out of every grace, and of what a push took.
     pub(super) fn excuse(&mut self, standstill: Duration, now: Instant) {
         let entered = self.open.values_mut().map(|(_, since)| since).chain(&mut self.waits_since);
+        let entered = entered.chain(&mut self.all_ended_since);
         let begun = self.closed.values_mut().map(|closed| &mut closed.since);
         let come = self.newcomers.values_mut().map(|newcomer| &mut newcomer.since);
         for since in entered.chain(begun).chain(come) {
@@ -322,27 +325,34 @@ impl Rounds {
         first.checked_add(grace)
     }
 
-    /// How long those who have entered, and have all ended, wait for a newcomer, and since when; `None`: they do not.
+    /// How long those who have all ended wait for a newcomer, and since when; `None`: they do not.
     fn linger(&self) -> Option<(Duration, Instant)> {
-        let last = self.open.values().map(|(_, since)| *since).max()?;
-        let all_have_ended = self.open.values().all(|(entry, _)| !entry.at_work);
-        let linger = self.open.values().filter_map(|(entry, _)| entry.linger).max();
-        linger.filter(|_| all_have_ended).map(|linger| (linger, last))
+        let linger = self.open.values().filter_map(|(entry, _)| entry.linger).max()?;
+        Some((linger, self.all_ended_since?))
+    }
+
+    /// Notes whether all who are waited for have entered the open round, and have ended. Newcomers that enter with nothing
+    /// more to do do not begin that anew.
+    fn note_whether_all_have_ended(&mut self, now: Instant) {
+        let have_all = !self.open.is_empty()
+            && self.open.values().all(|(entry, _)| !entry.at_work)
+            && self.has_all_but(|_| false);
+        self.all_ended_since = have_all.then(|| self.all_ended_since.unwrap_or(now));
     }
 
     /// Whom they wait for: who came before they had waited that long, each once. Of those that came still later there may
     /// be always one more.
-    fn is_awaited(newcomer: &Newcomer, (linger, last): (Duration, Instant)) -> bool {
+    fn is_awaited(newcomer: &Newcomer, (linger, ended): (Duration, Instant)) -> bool {
         newcomer.is_there
             && !newcomer.is_done_with
-            && newcomer.since.saturating_duration_since(last) <= linger
+            && newcomer.since.saturating_duration_since(ended) <= linger
     }
 
     /// Until when they do, which is for each from when it came, or the last of them ended.
     fn lingers_until(&self) -> Option<Instant> {
-        let (linger, last) = self.linger()?;
-        let awaited = self.newcomers.values().filter(|newcomer| Self::is_awaited(newcomer, (linger, last)));
-        awaited.map(|newcomer| newcomer.since.max(last)).max()?.checked_add(linger)
+        let (linger, ended) = self.linger()?;
+        let awaited = self.newcomers.values().filter(|newcomer| Self::is_awaited(newcomer, (linger, ended)));
+        awaited.map(|newcomer| newcomer.since.max(ended)).max()?.checked_add(linger)
     }
 
     /// When the clock has to be looked at again, since the open round may close then.
@@ -387,6 +397,7 @@ impl Rounds {
     }
 
     fn close_if_due(&mut self, now: Instant) {
+        self.note_whether_all_have_ended(now);
         let until = self.lingers_until();
         let is_full = || {
             let at_work = self.open.values().filter(|(entry, _)| entry.at_work);
@@ -433,6 +444,7 @@ impl Rounds {
         if agreed && wish.is_some() {
             self.terms = wish;
         }
+        self.all_ended_since = None;
         let open = std::mem::take(&mut self.open);
         let members = u32::try_from(open.len()).unwrap_or(u32::MAX);
         let at_work = open.values().filter(|(entry, _)| entry.at_work).count();

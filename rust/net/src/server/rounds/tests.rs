@@ -467,6 +467,18 @@ fn however_many_newcomers_come_those_who_have_ended_wait_twice_as_long_as_they_s
 }
 
 #[test]
+fn newcomers_that_enter_with_nothing_more_to_do_do_not_begin_that_wait_anew() {
+    let start = Instant::now();
+    let mut rounds = rounds(&[1], start);
+    rounds.sees([1, 2, 3], start);
+    assert_eq!(rounds.enters(1, ended(), start), None);
+    assert_eq!(rounds.enters(2, ended(), start + seconds(9)), None);
+    assert_eq!(rounds.next_look(start), Some(start + LINGER));
+    rounds.tick(start + LINGER);
+    assert_eq!(rounds.enters(2, ended(), start + LINGER).unwrap().members, 2);
+}
+
+#[test]
 fn a_newcomer_that_is_lost_for_an_instant_is_told_of_and_not_waited_for_anew() {
     let start = Instant::now();
     let mut rounds = rounds(&[1], start);
@@ -611,6 +623,8 @@ struct Seen {
     gathering: BTreeMap<u32, u64>,
     /// Of whom something was expected, and is not, unless they are back: in which round.
     missing: BTreeMap<u32, u64>,
+    /// Since when all have ended who are waited for.
+    ended: Option<Duration>,
     last_round: u64,
 }
 
@@ -671,10 +685,8 @@ impl Seen {
 
     /// Since when those who wait, and have all ended, wait for newcomers, and how long.
     fn linger(&self) -> Option<(Duration, Duration)> {
-        let last = self.waiting.values().map(|(since, _)| *since).max()?;
-        let goes_on = self.waiting.values().any(|(_, entry)| entry.at_work);
-        let linger = self.waiting.values().filter_map(|(_, entry)| entry.linger).max();
-        linger.filter(|_| !goes_on).map(|linger| (last, linger))
+        let linger = self.waiting.values().filter_map(|(_, entry)| entry.linger).max()?;
+        Some((self.ended?, linger))
     }
 
     /// Until when.
@@ -695,6 +707,10 @@ impl Seen {
 
     /// Everybody asks.
     fn look(&mut self, rounds: &mut Rounds, now: Instant) {
+        let all = self.roster.iter().all(|member| self.waiting.contains_key(member));
+        let have_ended = self.waiting.values().all(|(_, entry)| !entry.at_work);
+        let is_so = !self.waiting.is_empty() && all && have_ended;
+        self.ended = is_so.then(|| self.ended.unwrap_or(self.now));
         if !self.waiting.is_empty() {
             let must_close = self.is_due();
             let answers: Vec<(u32, Entry, Option<Part>)> = self
@@ -715,6 +731,7 @@ impl Seen {
                     awaited.for_each(|(_, in_vain)| *in_vain = true);
                 }
                 self.waiting.clear();
+                self.ended = None;
                 self.last_round += 1;
                 let at_work = answers.iter().filter(|(_, entry, _)| entry.at_work).count();
                 let mut sum = 0.0;
