@@ -308,6 +308,22 @@ class AsyncModelAverager:
         self._check_open()
         self._turns.flush(self)
 
+    def flush_to_go_on(self) -> None:
+        """As `flush`, by members that go on in another way, and wait for nobody who was in no round yet.
+
+        For `AsyncTrainer`.
+        """
+        self._check_open()
+        self._turns.flush(self, lingers=False)
+
+    def bring(self) -> bool:
+        """Average what is left; then a `flush` only waits for the others' end. Tell whether they have it.
+
+        For `FaultTolerantTrainer`, which saves in between.
+        """
+        self._check_open()
+        return self._turns.bring(self)
+
     def close(self) -> None:
         """Take part no more, and give back the members' own connections; the model stays usable.
 
@@ -391,8 +407,13 @@ class AsyncModelAverager:
 
     @property
     def is_at_server(self) -> bool:
-        """Whether members meet at a server, where each comes and goes without stopping the others."""
+        """Whether members meet at a server, where each comes and goes, but for its host."""
         return isinstance(self._turns.members, Served)
+
+    @property
+    def hosts_server(self) -> bool:
+        """Whether that is this process's: where it goes the others have none."""
+        return self._server is not None
 
     @property
     def has_lost_server(self) -> bool:

@@ -1,7 +1,7 @@
 """Members that meet at an Offbeat server: they come, go and die without stopping the others."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,8 @@ class Served:
 
     Attributes:
         has_gone_on: The mean was others' when this member came.
+        lingers: Who has ended waits for one that has just come, and was in no round yet; not where members
+            end together only to go on in another way.
     """
 
     is_alone = False
@@ -116,6 +118,7 @@ class Served:
         self._version = -1
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
         self._is_closed = self.has_gone_on = self._has_missed = False
+        self.lingers = True
         self._waits_for_those_before = False
         self._meet(waiting.BEGIN_S)
         try:
@@ -238,13 +241,14 @@ class Served:
                         own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
                     )
                 num_at_work = max(num_at_work, num)
-            if not num_at_work:
-                self._company.tell_of_newcomers(self._presence.met().status())
         except LOST as error:
             self._presence.pause(error)
             return 0
         self._presence.go_on()
         self._take_over()
+        if not num_at_work and self.lingers:
+            with suppress(*LOST):  # all is done, and this only tells
+                self._company.tell_of_newcomers(self._presence.met().status())
         return num_at_work
 
     def state(self) -> list[list[float]]:
@@ -461,7 +465,7 @@ class Served:
         former = self._presence.former_names()
         is_at_work |= bool(former)
         with self._company.telling_whom_it_misses(client, is_at_work=is_at_work):
-            linger_s = None if is_at_work else waiting.LINGER_S
+            linger_s = waiting.LINGER_S if self.lingers and not is_at_work else None
             entered = client.enter(
                 weight, at_work=is_at_work, linger_s=linger_s, terms=self._terms, wish=wish
             )

@@ -101,6 +101,7 @@ class Turns:
         self.untrained = Untrained(self.members)
         self._agreement = Agreement()
         self._num_few = 0  # rounds in a row in which not all were at work
+        self._brought_at: int | None = None  # iterations, all of which are averaged: only the end is to come
 
     @property
     def is_guided(self) -> bool:
@@ -143,8 +144,31 @@ class Turns:
         if self._is_due():
             self._average(owner)
 
-    def flush(self, owner: Owner) -> None:
+    def bring(self, owner: Owner) -> bool:
+        """Average what is left, as `flush` does first; tell whether the others have it.
+
+        Raises:
+            StateError: As `advance`.
+            NonFiniteError: As `advance`.
+            ConnectionLostError: As `advance`, but not where the members' server was not reached.
+        """
+        self.untrained.train()
+        with self.members.telling():
+            try:
+                self._average_what_is_left(owner)
+            except ConnectionLostError:
+                if self.members.away is None:
+                    raise
+                return False
+        self._brought_at = self.course.iterations
+        return True
+
+    def flush(self, owner: Owner, *, lingers: bool = True) -> None:
         """Average what is left, and leave the same model in all members, who all call this.
+
+        Args:
+            owner: Whose turns these are.
+            lingers: At a server, wait for one that has just come, and was in no round yet.
 
         Raises:
             StateError: As `advance`.
@@ -152,6 +176,8 @@ class Turns:
             ConnectionLostError: As `advance`, or if the members' server was not reached.
         """
         self.untrained.train()
+        if isinstance(self.members, Served):
+            self.members.lingers = lingers
         with self.members.telling():
             try:
                 self._end_together(owner)
@@ -161,7 +187,7 @@ class Turns:
                 self._end_together(owner)  # at the server that is there by now, as the next round would be
         self.unshared.end(self.course.iterations)
 
-    def _end_together(self, owner: Owner) -> None:
+    def _average_what_is_left(self, owner: Owner) -> None:
         if self.rounds.is_under_way:
             self.finish(owner)
         if isinstance(self.members, Served):
@@ -173,6 +199,11 @@ class Turns:
         for _ in range(self.rounds.num_fragments):
             self._average(owner, waits=True)
             self._check_there()
+
+    def _end_together(self, owner: Owner) -> None:
+        brought_at, self._brought_at = self._brought_at, None
+        if brought_at != self.course.iterations:
+            self._average_what_is_left(owner)
         if not self.members.is_alone:
             num_at_work = 1
             while num_at_work:  # once more where one has come as the others were about to be through

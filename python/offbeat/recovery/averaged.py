@@ -88,6 +88,15 @@ class Averaged(Local):
         """Whether members do."""
         return self._averager.is_at_server
 
+    @property
+    def hosts_server(self) -> bool:
+        """Whether the averager does."""
+        return self._averager.hosts_server
+
+    def bring(self) -> bool:
+        """Average what is left."""
+        return self._averager.bring()
+
     def end(self) -> int:
         """Average what is left, together with the others; losing their server costs no model."""
         try:

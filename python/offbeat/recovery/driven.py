@@ -117,6 +117,15 @@ class Trained(Trainee):
         """Whether members do, by the strategy that is at work."""
         return self._driven.meets_at_server
 
+    @property
+    def hosts_server(self) -> bool:
+        """Whether the trainer does."""
+        return self._driven.hosts_server
+
+    def bring(self) -> bool:
+        """Average what is left."""
+        return self._driven.bring()
+
     def abandon(self) -> None:
         """Forget what a batch that broke off has left."""
         self._driven.abandon()

@@ -170,7 +170,7 @@ class Run:
         self._resumed = resumed
         self._again = again  # until there are values of another step
         self._is_validation_due = is_validation_due
-        self._is_end_due = False
+        self._is_end_due = self._has_caught_up = False
         self._untold: int | None = None  # number of what was gone back to, until a checkpoint says so
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
@@ -231,20 +231,25 @@ class Run:
     def _end(self) -> int:
         """End together with the others, if there are any; tell how many steps that were.
 
-        At a server that takes as long as they train. So all that this one has is saved before, and a signal
-        ends the wait; the next life takes it up again.
+        At a server that takes as long as they train. So this one's share is brought first, and all is saved;
+        then a signal ends the wait, which the next life takes up again. It does not where the server is this
+        process's, without which the others could average no more.
         """
-        if not self._trainee.meets_at_server:
-            return self._trainee.end()
+        trainee = self._trainee
+        if not (trainee.meets_at_server and trainee.bring()):
+            return trainee.end()
         self._is_end_due = True
-        self._check_terminated()
-        if not self._has_nothing_new:
+        if not self._has_nothing_new or self._has_caught_up or self._was_stopped:
             self._save(is_broken_off=True)
-        try:
-            with self._terminated.breaking_off():
-                num_steps = self._trainee.end()
-        except BrokenOff:
-            self._leave(is_saved=True)
+            self._saver.settle()  # what fails is told now, and not when the others have ended
+        if trainee.hosts_server:
+            num_steps = trainee.end()
+        else:
+            try:
+                with self._terminated.breaking_off():
+                    num_steps = trainee.end()
+            except BrokenOff:
+                self._leave(is_saved=not self._saver.has_failed)
         self._is_end_due = False
         return num_steps
 
@@ -265,6 +270,7 @@ class Run:
             # Of torch, to who steps the scheduler first: the optimizer's steps were made in another life.
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`")
             self._after_epoch(self._account.place.epoch - 1)
+        self._has_caught_up = True
 
     def _validate(self, epoch: int) -> None:
         """Measure the model on other data; what that takes is of no log line's rate."""

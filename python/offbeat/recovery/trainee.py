@@ -141,8 +141,17 @@ class Trainee(ABC):
 
     @property
     def meets_at_server(self) -> bool:
-        """Whether `end` waits for others, as long as they train, who go on if this one does not wait."""
+        """Whether `end` waits for others at a server, as long as they train."""
         return False
+
+    @property
+    def hosts_server(self) -> bool:
+        """Whether that is this process's: where it goes the others have none."""
+        return False
+
+    def bring(self) -> bool:
+        """Let the others have what is trained, before `end` waits for theirs; tell whether they do."""
+        return True
 
     def settle(self) -> int:
         """End what is under way, for the process is about to end; tell how many steps that were."""

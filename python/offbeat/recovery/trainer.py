@@ -79,8 +79,9 @@ class FaultTolerantTrainer:
     SIGTERM, on the main thread and where nobody else handles it, saves after the step under way and ends the
     process with exit code 143; Ctrl-C does so with `KeyboardInterrupt`. A validation breaks off after the
     batch under way, and is what the next life begins with; so does the wait at the end for others at a
-    server, before which all is saved. A second one, a moment later, ends it at once,
-    unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as SIGINT, either is SIGTERM.
+    server, before which all is averaged and saved, unless the server is this process's. A second one, a
+    moment later, ends it at once, unsaved. Under `offbeat launch`, which passes SIGTERM and Ctrl-C on as
+    SIGINT, either is SIGTERM.
 
     Args:
         model: An `nn.Module`, brought to `device` and trained in place; or the `AsyncWorker`,

@@ -140,8 +140,17 @@ class Driven:
 
     @property
     def meets_at_server(self) -> bool:
-        """Whether it ends together with others at a server, whom one that goes does not stop."""
+        """Whether it ends together with others at a server."""
         return self._stage.strategy is not None and self._stage.strategy.meets_at_server
+
+    @property
+    def hosts_server(self) -> bool:
+        """Whether that is this process's: where it goes the others have none."""
+        return self._stage.strategy is not None and self._stage.strategy.hosts_server
+
+    def bring(self) -> bool:
+        """Average what is left, before `settle`; tell whether the others have it."""
+        return self._stage.strategy is None or self._stage.strategy.bring()
 
     @property
     def version(self) -> int:

@@ -16,7 +16,7 @@ from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import MAKE_PAIRS, check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.receipt import Receipt
-from offbeat.trainer.next import check_next, meeting, next_of
+from offbeat.trainer.next import ENDS, check_next, meeting, next_of
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.places import Places
 from offbeat.trainer.settings import Sync
@@ -206,8 +206,17 @@ class Strategy(ABC):
 
     @property
     def meets_at_server(self) -> bool:
-        """Whether it ends together with others at a server, whom one that goes does not stop."""
+        """Whether it ends together with others at a server."""
         return False
+
+    @property
+    def hosts_server(self) -> bool:
+        """Whether that is this process's."""
+        return False
+
+    def bring(self) -> bool:
+        """Average what is left, before `settle`; tell whether the others have it."""
+        return True
 
     def part(self) -> None:  # noqa: B027
         """Be ready to be saved, for the process is about to end, and the others may not come any more."""
@@ -304,7 +313,10 @@ class Averaged(Local):
     def settle(self, then: str) -> None:
         """Average what is left; losing the members' server is told, and costs no model."""
         try:
-            self.averager.flush()
+            if then == ENDS:
+                self.averager.flush()
+            else:
+                self.averager.flush_to_go_on()
             check_next(then, are_alike=self.averager.agree(then))
         except ConnectionLostError as error:
             if not self.averager.has_lost_server:
@@ -363,6 +375,15 @@ class Averaged(Local):
     def meets_at_server(self) -> bool:
         """Whether the averager does."""
         return self.averager.is_at_server
+
+    @property
+    def hosts_server(self) -> bool:
+        """Whether the averager does."""
+        return self.averager.hosts_server
+
+    def bring(self) -> bool:
+        """Average it."""
+        return self.averager.bring()
 
     def state_dict(self) -> Any:  # noqa: ANN401  a nest
         """Give the averager's, but for how often members meet, which the trainer's own settings say."""

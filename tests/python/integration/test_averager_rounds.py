@@ -11,7 +11,7 @@ import torch
 
 import offbeat
 from offbeat.averaging import EASGD, Average, DiLoCo
-from offbeat.errors import ClosedError, StateError
+from offbeat.errors import ClosedError, ConnectionLostError, StateError
 from support.averaging import LOSS, Counter, held_number, model, step, warned
 from support.fault_proxy import FaultProxy
 from support.waiting import wait_for
@@ -604,6 +604,33 @@ def test_who_has_come_and_trains_nothing_is_waited_for_at_the_end_for_a_moment_a
     )
     assert len([text for text in told if "ended without" in text]) == 2
     assert idle.averager.averaging_round == 0
+
+
+def test_those_who_end_together_only_to_go_on_wait_for_nobody_who_was_in_no_round(server):
+    first, second = Member(server), Member(server)
+    acquainted(server, first, second)
+    idle = Member(server)
+    with warned() as told, ThreadPoolExecutor() as pool:
+        for one in [pool.submit(one.averager.flush_to_go_on) for one in (first, second)]:
+            one.result(timeout=AT_ONCE_S)
+    assert told == []
+    assert idle.averager.averaging_round == 0
+
+
+def test_a_server_that_goes_once_all_is_done_makes_no_flush_fail(server, monkeypatch):
+    member = Member(server)
+    member.train()
+
+    def gone(status):
+        raise ConnectionLostError(f"it is gone, and was in {status['rounds']}")
+
+    members = member.averager._turns.members
+    monkeypatch.setattr(members._company, "tell_of_newcomers", gone)
+    with warned() as told:
+        member.averager.flush()
+    assert told == []
+    assert members.away is None
+    assert members.take_back() is False, "it has the mean"
 
 
 def test_who_leaves_while_others_end_is_not_waited_for_as_one_that_has_just_come(server):

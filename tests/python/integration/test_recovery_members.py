@@ -114,7 +114,7 @@ def test_a_member_that_comes_back_to_others_in_another_epoch_is_told_so_and_how_
             server.address,
             BY,
             method=schedule,
-            waits_in=17,
+            waits_in=(17,),
             barrier=barrier,
             **run,
         )
@@ -259,38 +259,84 @@ def is_saved_before_the_end(folder):
     return entry is not None and entry.manifest.is_end_due
 
 
-@pytest.mark.parametrize("kind", members.MADE)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_one_that_waits_for_the_others_end_has_saved_all_and_a_signal_ends_the_wait(kind, number, tmp_path):
+def ended_beside_another(kind, folder, number):
+    """Let one wait for another's end, and be ended by a signal, if one is given, and begun again.
+
+    Returns:
+        What the server has in the end.
+    """
     run = {"kind": kind, "method": "average"}
     barrier = CONTEXT.Barrier(2, timeout=60)
     with offbeat.ParameterServer(transaction="model") as server:
+        waits_in = EVERY + 1, 2 * EVERY + 1
         other = started(
-            members.count, tmp_path / "b", server.address, -BY, max_steps=8, barrier=barrier, **run
+            members.count,
+            folder / "b",
+            server.address,
+            -BY,
+            max_steps=2 * EVERY + 3,
+            waits_in=waits_in,
+            barrier=barrier,
+            **run,
         )
         barrier.wait()  # it was in a round, and is waited for in the next
 
         def begun():
-            # Not one round comes before its end: there it would wait for the other, too.
-            return started(members.count, tmp_path / "a", server.address, BY, max_steps=EVERY - 1, **run)
+            # Of its own it has no round before its end.
+            process = started(members.count, folder / "a", server.address, BY, max_steps=EVERY - 1, **run)
+            wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+            return process
 
         ends = begun()
-        wait_for(lambda: is_saved_before_the_end(tmp_path / "a"))
-        assert newest_entry(tmp_path / "a").manifest.step == EVERY - 1
-        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
-        os.kill(ends.pid, number)
-        assert ended(ends) == (143 if number == signal.SIGTERM else -number)
-        assert not newest_entry(tmp_path / "a").manifest.is_finished
-        again = begun()
-        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        assert not is_saved_before_the_end(folder / "a"), "the other has nothing of it yet"
         barrier.wait()
-        assert [ended(other), ended(again)] == [0, 0]
+        barrier.wait()  # which has it now, and trains on
+        wait_for(lambda: is_saved_before_the_end(folder / "a"))
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+        if number is not None:
+            os.kill(ends.pid, number)
+            assert ended(ends) == (143 if number == signal.SIGTERM else -number)
+            assert not newest_entry(folder / "a").manifest.is_finished
+            ends = begun()
+        barrier.wait()
+        assert [ended(other), ended(ends)] == [0, 0]
         held = held_number(server)
-    last = newest_entry(tmp_path / "a")
-    assert (last.manifest.step, last.manifest.is_finished, last.manifest.is_end_due) == (
-        EVERY - 1,
-        True,
-        False,
-    )
-    weights = load_file(tmp_path / "a" / last.name / "model.safetensors")
-    assert weights["weight"].item() == held
+    last = newest_entry(folder / "a")
+    found = last.manifest.step, last.manifest.is_finished, last.manifest.is_end_due
+    assert found == (EVERY - 1, True, False)
+    assert load_file(folder / "a" / last.name / "model.safetensors")["weight"].item() == held
+    return held
+
+
+@pytest.mark.parametrize("kind", members.MADE)
+def test_one_that_waits_for_the_others_end_has_saved_all_and_a_signal_ends_the_wait(kind, tmp_path):
+    held = [
+        ended_beside_another(kind, tmp_path / str(number), number)
+        for number in (None, signal.SIGTERM, signal.SIGKILL)
+    ]
+    assert held[0] == held[1] == held[2], "nothing of it is lost"
+
+
+def meet_at_rank_0(rank, folder, port, max_steps, barrier):
+    """Be one of two whose server is that of rank 0."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = {"communication_backend": "tcp", "rank": rank, "world_size": 2}
+    run = {"kind": "averager", "method": "average", "max_steps": max_steps} | settings
+    members.count(folder, None, BY, barrier=barrier, **run)
+
+
+def test_one_that_has_the_server_waits_for_the_others_end_whatever_signal_comes(tmp_path):
+    barrier, port = CONTEXT.Barrier(2, timeout=60), free_port()
+    host = started(meet_at_rank_0, 0, tmp_path / "0", port, EVERY - 1, None)
+    other = started(meet_at_rank_0, 1, tmp_path / "1", port, EVERY + 3, barrier)
+    barrier.wait()  # it has been in a round with the host's share
+    wait_for(lambda: is_saved_before_the_end(tmp_path / "0"))
+    os.kill(host.pid, signal.SIGTERM)
+    barrier.wait()
+    assert [ended(other), ended(host)] == [0, 143]
+    weights = []
+    for rank, steps in enumerate((EVERY - 1, EVERY + 3)):
+        last = newest_entry(tmp_path / str(rank))
+        assert (last.manifest.step, last.manifest.is_finished) == (steps, True)
+        weights.append(load_file(tmp_path / str(rank) / last.name / "model.safetensors")["weight"])
+    assert weights[0] == weights[1] != 0

@@ -45,7 +45,17 @@ MADE = {"averager": averager_of, "trainer": trainer_of}
 
 
 def count(
-    folder, address, by, *, kind, method, max_steps, killed_in=0, waits_in=EVERY + 1, barrier=None, **settings
+    folder,
+    address,
+    by,
+    *,
+    kind,
+    method,
+    max_steps,
+    killed_in=0,
+    waits_in=(EVERY + 1,),
+    barrier=None,
+    **settings,
 ):
     """Train a member at a server to its end, or to the batch in which it kills itself.
 
@@ -57,7 +67,7 @@ def count(
         method: By which members average.
         max_steps: In all lives.
         killed_in: Batches of this life; 0 for none.
-        waits_in: In which batch it passes a barrier twice; the first after the first round.
+        waits_in: In which batches it passes a barrier twice; that after the first round.
         barrier: That one.
         settings: More of what trains.
     """
@@ -67,7 +77,7 @@ def count(
 
     def loss_fn(outputs, targets):
         batches[0] += 1
-        for _ in range(2 if barrier is not None and batches[0] == waits_in else 0):
+        for _ in range(2 if barrier is not None and batches[0] in waits_in else 0):
             barrier.wait()
         if batches[0] == killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
