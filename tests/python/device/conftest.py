@@ -5,8 +5,6 @@
 `make test` runs these as all others; on a machine with a GPU it tries both.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -25,9 +23,3 @@ def meeting_place():
     """Serve models, in this process; give the address."""
     with offbeat.ParameterServer(host="127.0.0.1", port=0, transaction="model") as server:
         yield server.address
-
-
-@pytest.fixture
-def stack():
-    with contextlib.ExitStack() as stack:
-        yield stack

@@ -3,43 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import offbeat
 from offbeat import optim
+from support.averaging import LOSS, SPEC, arrays, batch, close, model
 from support.group import together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
-
-LOSS = nn.CrossEntropyLoss()
-SPEC = optim.SGD(lr=0.1, momentum=0.9)
-
-
-def model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
-
-
-def micro_batch(rank, number):
-    """Of one member, as large as nobody else's."""
-    random = torch.Generator().manual_seed(100 * rank + number)
-    size = 1 + (3 * rank + number) % 5
-    return torch.randn(size, 6, generator=random), torch.randint(5, (size,), generator=random)
-
-
-def arrays(trained):
-    return [p.detach().cpu().numpy() for p in trained.parameters()]
-
-
-def close(ours, theirs, within):
-    return all(np.abs(a - b).max() <= within * np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
 
 
 def member(rank, device, overlap, windows):
     trained = model(seed=rank)  # all start from the first one's
     with offbeat.AsyncGradientAccumulator(trained, 3, overlap=overlap, device=device) as ours:
         for number in range(3 * windows + 1):  # the last window is no whole one
-            inputs, targets = micro_batch(rank, number)
+            inputs, targets = batch(rank, number)
             ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
         ours.flush(optimizer=SPEC)
         assert {p.device.type for p in trained.parameters()} == {device}
@@ -59,7 +36,7 @@ def alone(ranks, windows, lateness):
 
     for window in range(windows + 1):
         numbers = range(3 * window, min(3 * window + 3, 3 * windows + 1))
-        batches = [micro_batch(rank, number) for rank in range(ranks) for number in numbers]
+        batches = [batch(rank, number) for rank in range(ranks) for number in numbers]
         inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
         live.zero_grad()
         LOSS(trained(inputs), targets).backward()
@@ -83,7 +60,7 @@ def test_micro_batches_are_one_large_batch(device):
     trained = model()
     ours = offbeat.AsyncGradientAccumulator(trained, 3, overlap=False, device=device)
     for number in range(19):
-        inputs, targets = micro_batch(0, number)
+        inputs, targets = batch(0, number)
         ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
     ours.flush(optimizer=SPEC)
     assert close(arrays(trained), alone(1, 6, lateness=0), within=1e-5)
@@ -126,7 +103,7 @@ def test_a_worker_accumulates_and_pushes(device):
         with offbeat.AsyncWorker(server.address, model(1), device=device) as worker:
             ours = offbeat.AsyncGradientAccumulator(worker=worker, accumulation_steps=3, overlap=False)
             for number in range(18):
-                inputs, targets = micro_batch(0, number)
+                inputs, targets = batch(0, number)
                 ours.train_step(inputs=inputs, targets=targets, loss_fn=LOSS)
             ours.flush()
             worker.flush()
@@ -134,7 +111,7 @@ def test_a_worker_accumulates_and_pushes(device):
     expected = model()
     live = torch.optim.SGD(expected.parameters(), lr=0.1)
     for window in range(6):
-        batches = [micro_batch(0, number) for number in range(3 * window, 3 * window + 3)]
+        batches = [batch(0, number) for number in range(3 * window, 3 * window + 3)]
         inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
         live.zero_grad()
         LOSS(expected(inputs), targets).backward()
@@ -148,7 +125,7 @@ def test_what_adapts_measures_and_is_finite(device):
         trained, 2, adaptive_accumulation=True, overlap=False, device=device
     )
     for number in range(40):
-        inputs, targets = micro_batch(0, number)
+        inputs, targets = batch(0, number)
         ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
     ours.flush(optimizer=SPEC)
     assert ours.updates > 1

@@ -10,7 +10,7 @@ from torch import distributed, nn
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConnectionLostError
-from support.averaging import LOSS, SPEC, Alone, Counter, batch, close, model, warned
+from support.averaging import LOSS, SPEC, Alone, Counter, arrays, batch, close, model, warned
 from support.fault_tolerant import in_process, started
 from support.group import together
 from support.ports import free_port
@@ -19,10 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ITERATIONS, EVERY, LATE = 10, 4, 2
-
-
-def arrays(trained):
-    return [p.detach().cpu().numpy() for p in trained.parameters()]
 
 
 def member(rank, device, address, method, overlap):

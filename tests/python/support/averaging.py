@@ -77,7 +77,7 @@ def sick_beside_one_that_has_ended(member, ill_at, **settings):
 
 
 def arrays(trained):
-    return [p.detach().numpy() for p in trained.parameters()]
+    return [p.detach().cpu().numpy() for p in trained.parameters()]
 
 
 class Counter:
