@@ -63,6 +63,7 @@ class Course:
         self.is_lost = False
         self._is_in_vain = False  # to have gone back: that was told, and is so still
         self._has_passed = True  # a gradient has, since it was gone back; else it is the data that is broken
+        self._is_counted = False  # it is heard of gradients
         self._series = {metric: Series() for metric in settings.metrics}
         self._step = 0
 
@@ -122,6 +123,7 @@ class Course:
         if not is_finite:
             self._judge.see_unusable()
         is_left_out = any(effect.taken.left_out is not None for effect in self._in_effect)
+        self._is_counted = True
         self._has_passed |= is_used
         if is_used or is_left_out:  # that one is out for as long as its values are
             self._num_dropped_in_a_row = 0
@@ -360,7 +362,8 @@ class Course:
             self._act(rung, worker, place)
         if self.num_went_back == num_went_back:
             return False
-        self.is_lost = self._has_passed = False  # it is finite, as far as is known
+        self.is_lost = False  # it is finite, as far as is known
+        self._has_passed = not self._is_counted
         self._judge.went_back()
         return True
 

@@ -377,3 +377,12 @@ def test_batches_that_are_not_finite_lead_back_once_and_cut_the_rate_once_where_
     )
     assert monitor._course.num_taken == {"rollback": 1, "reduce_lr": 1}
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_where_gradients_are_not_heard_of_a_model_that_breaks_again_later_goes_back_again():
+    model, thing = net(), GoesBackInVain()
+    ladder, given = ["rollback", "alert"], {"patience": 2, "warm_up": 5, "quiet_steps": 1000}
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, acts_on=thing, **given)
+    for step in range(300):
+        monitor.observe(step, loss=math.nan if step in (100, *range(200, 210)) else 1.0)
+    assert thing.num_calls > 1
