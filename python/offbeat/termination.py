@@ -107,8 +107,8 @@ class Terminated:
         Raises:
             BrokenOff: Where one comes, or has come.
         """
-        self._breaks_off = True
         try:
+            self._breaks_off = True
             if self.has_come:
                 raise BrokenOff
             yield
@@ -125,7 +125,8 @@ class Terminated:
         Raises:
             BrokenOff: So.
         """
-        if self._breaks_off:
+        breaks_off, self._breaks_off = self._breaks_off, False
+        if breaks_off:
             raise BrokenOff
 
     def end(self) -> BaseException:
@@ -175,8 +176,10 @@ def noting_signals() -> Iterator[Terminated]:
         if noted.is_ctrl_c:
             with suppress(OSError):  # by no stream: the signal may have come while one was being written to
                 os.write(2, CTRL_C_NOTED.encode())
-        _let_echoes_pass(number)
-        signal.signal(number, usual[number])
+        try:
+            _let_echoes_pass(number)
+        finally:  # the other signal may come meanwhile, and end the wait from in here
+            signal.signal(number, usual[number])
         noted.break_off()
 
     for number in usual:

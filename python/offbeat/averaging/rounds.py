@@ -272,6 +272,10 @@ class Rounds:
         self._are_apart[fragment] = is_pairwise
         self.number += 1
 
+    def has_brought(self, samples: int) -> bool:
+        """Whether what so many samples have made of each fragment was in a round, or is in that under way."""
+        return all(brought == samples for brought in self._samples)
+
     def finish(self, iterations: int) -> Outcome:
         """Wait for the others' and bring the model to where the method leads it.
 

@@ -27,6 +27,9 @@ FLUSH_AGAIN = "call flush() again when the server is there, or go on with this m
 """What to do where the server is away at the end; who has no `flush` to offer words this anew."""
 
 
+MOST_TRIES = 3
+"""Times that what is left is averaged anew, where a server has not taken it as it was."""
+
 FEW_ROUNDS = 3
 """Rounds in a row without members who have ended: fewer are the end of all, to which they come one by one."""
 
@@ -153,15 +156,19 @@ class Turns:
             ConnectionLostError: As `advance`, but not where the members' server was not reached.
         """
         self.untrained.train()
-        with self.members.telling():
+        for _ in range(MOST_TRIES):
             try:
-                self._average_what_is_left(owner)
+                with self.members.telling():
+                    self._average_what_is_left(owner)
             except ConnectionLostError:
-                if self.members.away is None:
+                if not isinstance(self.members, Served) or self.members.away is None:
                     raise
-                return False
-        self._brought_at = self.course.iterations
-        return True
+                if not self.members.has_just_lost_it:  # else there may be one in its place
+                    return False
+            if self.members.away is None and self.rounds.has_brought(self.course.samples):
+                self._brought_at = self.course.iterations
+                return True
+        return False
 
     def flush(self, owner: Owner, *, lingers: bool = True) -> None:
         """Average what is left, and leave the same model in all members, who all call this.

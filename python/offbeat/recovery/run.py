@@ -170,7 +170,7 @@ class Run:
         self._resumed = resumed
         self._again = again  # until there are values of another step
         self._is_validation_due = is_validation_due
-        self._is_end_due = self._has_caught_up = False
+        self._has_ended = self._has_caught_up = False
         self._untold: int | None = None  # number of what was gone back to, until a checkpoint says so
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
@@ -233,24 +233,27 @@ class Run:
 
         At a server that takes as long as they train. So this one's share is brought first, and all is saved;
         then a signal ends the wait, which the next life takes up again. It does not where the server is this
-        process's, without which the others could average no more.
+        process's, without which the others could average no more: there the next life has it once more, for
+        those whom the signal has ended, too.
         """
         trainee = self._trainee
-        if not (trainee.meets_at_server and trainee.bring()):
+        if not trainee.meets_at_server:
             return trainee.end()
-        self._is_end_due = True
+        trainee.bring()  # where it cannot be, `end` says so, or brings it once the server is back
         if not self._has_nothing_new or self._has_caught_up or self._was_stopped:
             self._save(is_broken_off=True)
             self._saver.settle()  # what fails is told now, and not when the others have ended
         if trainee.hosts_server:
             num_steps = trainee.end()
+            if self._terminated.has_come:
+                self._leave()
         else:
             try:
                 with self._terminated.breaking_off():
                     num_steps = trainee.end()
             except BrokenOff:
                 self._leave(is_saved=not self._saver.has_failed)
-        self._is_end_due = False
+        self._has_ended = True
         return num_steps
 
     def _after_epoch(self, epoch: int) -> None:
@@ -461,6 +464,8 @@ class Run:
     def _draft(self, *, is_broken_off: bool) -> Draft:
         plan, account, again = self._plan, self._account, self._again
         judgement = account.judge(is_broken_off=is_broken_off)
+        is_done = plan.is_done(account) and not self._is_validation_due
+        is_end_due = (is_done or self._was_stopped) and self._trainee.meets_at_server and not self._has_ended
         parts = taken_apart(self._trainee, self._rest(account))
         history, place = account.history, account.place
         manifest = Manifest(
@@ -471,12 +476,7 @@ class Run:
             samples=history.samples,
             seconds=history.seconds,
             written_unix_s=0.0,
-            is_finished=not self._is_end_due
-            and (
-                (plan.is_done(account) and not self._is_validation_due)
-                or self._pushes.is_out_of_budget
-                or self._was_stopped
-            ),
+            is_finished=not is_end_due and (is_done or self._pushes.is_out_of_budget or self._was_stopped),
             is_good=judgement.is_within,
             loss=judgement.loss,
             band=judgement.band,
@@ -491,7 +491,7 @@ class Run:
             is_stopped=self._was_stopped,
             stop_reason=history.stop_reason,
             is_validation_due=self._is_validation_due,
-            is_end_due=self._is_end_due,
+            is_end_due=is_end_due,
             again_number=self._untold if again is None else again.number,
             again_step=None if again is None else again.step,
             num_parameters=sum(p.numel() for p in self._trainee.module.parameters()),

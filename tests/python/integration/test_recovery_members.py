@@ -325,18 +325,58 @@ def meet_at_rank_0(rank, folder, port, max_steps, barrier):
     members.count(folder, None, BY, barrier=barrier, **run)
 
 
-def test_one_that_has_the_server_waits_for_the_others_end_whatever_signal_comes(tmp_path):
-    barrier, port = CONTEXT.Barrier(2, timeout=60), free_port()
-    host = started(meet_at_rank_0, 0, tmp_path / "0", port, EVERY - 1, None)
-    other = started(meet_at_rank_0, 1, tmp_path / "1", port, EVERY + 3, barrier)
+@pytest.mark.parametrize("are_both_ended", [False, True])
+def test_one_that_has_the_server_waits_for_the_others_end_whatever_signal_comes(are_both_ended, tmp_path):
+    """Where a signal has ended those others as well, it has the server once more when all are begun again."""
+    barrier, port, num_steps = CONTEXT.Barrier(2, timeout=60), free_port(), (EVERY - 1, EVERY + 3)
+
+    def begun(rank, meeting=None):
+        return started(meet_at_rank_0, rank, tmp_path / str(rank), port, num_steps[rank], meeting)
+
+    host, other = begun(0), begun(1, barrier)
     barrier.wait()  # it has been in a round with the host's share
     wait_for(lambda: is_saved_before_the_end(tmp_path / "0"))
-    os.kill(host.pid, signal.SIGTERM)
+    for process in (host, other)[: 1 + are_both_ended]:
+        os.kill(process.pid, signal.SIGTERM)
     barrier.wait()
-    assert [ended(other), ended(host)] == [0, 143]
+    assert [ended(other), ended(host)] == [143 if are_both_ended else 0, 143]
+    assert is_saved_before_the_end(tmp_path / "0")
+    if are_both_ended:
+        assert [ended(process) for process in (begun(0), begun(1))] == [0, 0]
     weights = []
-    for rank, steps in enumerate((EVERY - 1, EVERY + 3)):
+    for rank in range(2):
         last = newest_entry(tmp_path / str(rank))
-        assert (last.manifest.step, last.manifest.is_finished) == (steps, True)
+        assert last.manifest.step == num_steps[rank]
+        assert last.manifest.is_finished == (are_both_ended or rank == 1)
         weights.append(load_file(tmp_path / str(rank) / last.name / "model.safetensors")["weight"])
     assert weights[0] == weights[1] != 0
+
+
+def test_a_save_at_the_last_step_says_that_the_end_is_due(tmp_path):
+    """One that is killed before it has ended together with the others is not done."""
+    barrier = CONTEXT.Barrier(2, timeout=60)
+    run = {"kind": "averager", "method": "average"}
+    with offbeat.ParameterServer(transaction="model") as server:
+        settings = {"max_steps": 2 * EVERY + 3, "waits_in": (EVERY + 1, 2 * EVERY + 1)} | run
+        other = started(members.count, tmp_path / "b", server.address, -BY, barrier=barrier, **settings)
+        barrier.wait()
+
+        def begun():
+            process = started(members.count, tmp_path / "a", server.address, BY, max_steps=EVERY, **run)
+            wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
+            return process
+
+        killed = begun()  # in the round of its last step
+        barrier.wait()
+        barrier.wait()
+        wait_for(lambda: is_saved_before_the_end(tmp_path / "a"))  # as any save that is due
+        wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)  # it brings what is left: nothing
+        os.kill(killed.pid, signal.SIGKILL)
+        assert ended(killed) == -signal.SIGKILL
+        again = begun()
+        barrier.wait()
+        assert [ended(other), ended(again)] == [0, 0]
+        held = held_number(server)
+    last = newest_entry(tmp_path / "a")
+    assert (last.manifest.step, last.manifest.is_finished, last.manifest.is_end_due) == (EVERY, True, False)
+    assert load_file(tmp_path / "a" / last.name / "model.safetensors")["weight"].item() == held

@@ -487,3 +487,32 @@ def test_what_cannot_be_swept_away_keeps_nobody_from_starting_and_no_save_takes_
     assert saved_each_step(tmp_path, monkeypatch, epochs=1).stopped == "epochs"
     assert names(tmp_path)[0] == "save-000010-step-5"
     assert ".saving-000004 cannot be removed" in caplog.text
+
+
+def test_both_signals_in_a_wait_end_it_once_and_do_as_usual_afterwards(monkeypatch):
+    """The second comes while echoes of the first pass: neither stays ignored."""
+    monkeypatch.setattr(termination, "ECHO_S", 0.5)
+    heard = []
+
+    def work():
+        with termination.noting_signals() as noted:
+            try:
+                with noted.breaking_off():
+                    other = threading.Thread(target=second)
+                    other.start()
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    threading.Event().wait(30)
+            except termination.BrokenOff:
+                heard.append(noted.has_come)
+            other.join()
+            heard.append(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+            heard.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+    def second():
+        wait_for(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit) as caught:
+        work()
+    assert caught.value.code == 143
+    assert heard == [True, True, True]
