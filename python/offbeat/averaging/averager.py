@@ -316,13 +316,13 @@ class AsyncModelAverager:
         self._check_open()
         self._turns.flush(self, lingers=False)
 
-    def bring(self) -> bool:
-        """Average what is left; then a `flush` only waits for the others' end. Tell whether they have it.
+    def bring(self) -> None:
+        """Average what is left, so that a `flush` only waits for the others' end, if their server is there.
 
         For `FaultTolerantTrainer`, which saves in between.
         """
         self._check_open()
-        return self._turns.bring(self)
+        self._turns.bring(self)
 
     def close(self) -> None:
         """Take part no more, and give back the members' own connections; the model stays usable.

@@ -147,8 +147,8 @@ class Turns:
         if self._is_due():
             self._average(owner)
 
-    def bring(self, owner: Owner) -> bool:
-        """Average what is left, as `flush` does first; tell whether the others have it.
+    def bring(self, owner: Owner) -> None:
+        """Average what is left, as `flush` does first, which does it still where the others have it not.
 
         Raises:
             StateError: As `advance`.
@@ -164,11 +164,10 @@ class Turns:
                 if not isinstance(self.members, Served) or self.members.away is None:
                     raise
                 if not self.members.has_just_lost_it:  # else there may be one in its place
-                    return False
+                    return
             if self.members.away is None and self.rounds.has_brought(self.course.samples):
                 self._brought_at = self.course.iterations
-                return True
-        return False
+                return
 
     def flush(self, owner: Owner, *, lingers: bool = True) -> None:
         """Average what is left, and leave the same model in all members, who all call this.

@@ -93,9 +93,9 @@ class Averaged(Local):
         """Whether the averager does."""
         return self._averager.hosts_server
 
-    def bring(self) -> bool:
+    def bring(self) -> None:
         """Average what is left."""
-        return self._averager.bring()
+        self._averager.bring()
 
     def end(self) -> int:
         """Average what is left, together with the others; losing their server costs no model."""

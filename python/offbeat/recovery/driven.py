@@ -122,9 +122,9 @@ class Trained(Trainee):
         """Whether the trainer does."""
         return self._driven.hosts_server
 
-    def bring(self) -> bool:
+    def bring(self) -> None:
         """Average what is left."""
-        return self._driven.bring()
+        self._driven.bring()
 
     def abandon(self) -> None:
         """Forget what a batch that broke off has left."""

@@ -149,9 +149,8 @@ class Trainee(ABC):
         """Whether that is this process's: where it goes the others have none."""
         return False
 
-    def bring(self) -> bool:
-        """Let the others have what is trained, before `end` waits for theirs; tell whether they do."""
-        return True
+    def bring(self) -> None:  # noqa: B027
+        """Let the others have what is trained, before `end` waits for theirs."""
 
     def settle(self) -> int:
         """End what is under way, for the process is about to end; tell how many steps that were."""

@@ -148,9 +148,10 @@ class Driven:
         """Whether that is this process's: where it goes the others have none."""
         return self._stage.strategy is not None and self._stage.strategy.hosts_server
 
-    def bring(self) -> bool:
-        """Average what is left, before `settle`; tell whether the others have it."""
-        return self._stage.strategy is None or self._stage.strategy.bring()
+    def bring(self) -> None:
+        """Average what is left, before `settle` waits for the others' end."""
+        if self._stage.strategy is not None:
+            self._stage.strategy.bring()
 
     @property
     def version(self) -> int:

@@ -214,9 +214,8 @@ class Strategy(ABC):
         """Whether that is this process's."""
         return False
 
-    def bring(self) -> bool:
-        """Average what is left, before `settle`; tell whether the others have it."""
-        return True
+    def bring(self) -> None:  # noqa: B027
+        """Average what is left, before `settle` waits for the others' end."""
 
     def part(self) -> None:  # noqa: B027
         """Be ready to be saved, for the process is about to end, and the others may not come any more."""
@@ -381,9 +380,9 @@ class Averaged(Local):
         """Whether the averager does."""
         return self.averager.hosts_server
 
-    def bring(self) -> bool:
+    def bring(self) -> None:
         """Average it."""
-        return self.averager.bring()
+        self.averager.bring()
 
     def state_dict(self) -> Any:  # noqa: ANN401  a nest
         """Give the averager's, but for how often members meet, which the trainer's own settings say."""

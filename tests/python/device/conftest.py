@@ -6,11 +6,9 @@
 """
 
 import pytest
-import torch
 
 import offbeat
-
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+from support.cuda import NO_CUDA
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_CUDA)])

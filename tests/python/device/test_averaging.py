@@ -11,13 +11,13 @@ import offbeat
 from offbeat import optim
 from offbeat.errors import ConnectionLostError
 from support.averaging import LOSS, SPEC, Alone, Counter, arrays, batch, close, model, warned
+from support.cuda import NO_CUDA
 from support.fault_tolerant import in_process, started
 from support.group import together
 from support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ITERATIONS, EVERY, LATE = 10, 4, 2
 
 
