@@ -144,9 +144,14 @@ def _json(kind: str, told: dict[str, Any]) -> str:
 
 
 def _end(manifest: Manifest) -> str:
+    ends = []
     if manifest.is_stopped:
-        return ", stopped" + ("" if manifest.stop_reason is None else f" ({manifest.stop_reason})")
-    return ", finished" if manifest.is_finished else ""
+        ends.append("stopped" + ("" if manifest.stop_reason is None else f" ({manifest.stop_reason})"))
+    elif manifest.is_finished:
+        ends.append("finished")
+    if manifest.is_end_due:
+        ends.append("to end together with the others yet")
+    return "".join(f", {end}" for end in ends)
 
 
 def _one(path: Path, manifest: Manifest) -> str:

@@ -210,6 +210,8 @@ class Run:
                 account.end_epoch(trainee.end_epoch(epoch))
                 self._hear()
                 self._after_epoch(epoch)
+        if self._resumed is not None:  # nothing was left to train on; for what comes after
+            rng.restore(self._resumed["rng"], self._plan.device)
         with self._saving_if_lost():
             history.steps += self._end()
         self._hear()
@@ -243,18 +245,29 @@ class Run:
         if not self._has_nothing_new or self._has_caught_up or self._was_stopped:
             self._save(is_broken_off=True)
             self._saver.settle()  # what fails is told now, and not when the others have ended
-        if trainee.hosts_server:
-            num_steps = trainee.end()
-            if self._terminated.has_come:
-                self._leave()
-        else:
-            try:
-                with self._terminated.breaking_off():
-                    num_steps = trainee.end()
-            except BrokenOff:
-                self._leave(is_saved=not self._saver.has_failed)
+            if self._saver.has_failed:
+                log.warn(
+                    f"the members that train on are waited for, and what this one has done up to step "
+                    f"{self._account.history.steps:,} is saved when they have ended, or at a signal "
+                    f"(SIGTERM, Ctrl-C)"
+                )
+        num_steps = self._end_together()
+        if num_steps is None:
+            self._leave(is_saved=not self._saver.has_failed)
+        if trainee.hosts_server and self._terminated.has_come:
+            self._leave()
         self._has_ended = True
         return num_steps
+
+    def _end_together(self) -> int | None:
+        """Do so; None where a signal has ended the wait."""
+        if self._trainee.hosts_server:
+            return self._trainee.end()
+        try:
+            with self._terminated.breaking_off():
+                return self._trainee.end()
+        except BrokenOff:
+            return None
 
     def _after_epoch(self, epoch: int) -> None:
         """Do what belongs after a pass that is in the account; a checkpoint of before says that it is due."""
@@ -505,7 +518,8 @@ class Run:
     def _rest(self, account: Account) -> Callable[[], dict[str, Any]]:
         return lambda: {
             "account": account.state_dict(),
-            "data": self._data.state(),
+            # Of a life that takes no batch nothing was begun, and the place is where the life before was.
+            "data": self._data.state() if self._resumed is None else self._resumed["data"],
             "described": self._data.described.to_plain(),
             "rng": rng.capture(self._plan.device),
             "seed": self._plan.seed,

@@ -28,9 +28,11 @@ def fill(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         owner, _, key = name.rpartition(".")
         if held is None:
             part = dict(module.named_modules(remove_duplicate=False)).get(owner)
+            device = next((t.device for t in own.values()), tensor.device)
             if part is not None and key in vars(part).get("_buffers", {}):  # which began as None
-                device = next((t.device for t in own.values()), tensor.device)
                 setattr(part, key, tensor.to(device, copy=True))
+            elif part is not None and not hasattr(part, key):  # which a forward registers
+                part.register_buffer(key, tensor.to(device, copy=True), persistent=False)
         elif held.shape == tensor.shape and held.dtype == tensor.dtype and not is_overlapping(held):
             with torch.no_grad():
                 held.copy_(tensor)

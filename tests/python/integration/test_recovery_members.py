@@ -9,9 +9,10 @@ import pytest
 from safetensors.torch import load_file
 
 import offbeat
+from offbeat.cli import training_checkpoint
 from offbeat.errors import StateError
 from offbeat.recovery import directory
-from support import members
+from support import fault_tolerant, members
 from support.averaging import METHODS, held_number
 from support.fault_tolerant import in_process, started
 from support.members import BATCH, EVERY
@@ -352,7 +353,7 @@ def test_one_that_has_the_server_waits_for_the_others_end_whatever_signal_comes(
     assert weights[0] == weights[1] != 0
 
 
-def test_a_save_at_the_last_step_says_that_the_end_is_due(tmp_path):
+def test_a_save_at_the_last_step_says_that_the_end_is_due(tmp_path, capsys):
     """One that is killed before it has ended together with the others is not done."""
     barrier = CONTEXT.Barrier(2, timeout=60)
     run = {"kind": "averager", "method": "average"}
@@ -373,6 +374,8 @@ def test_a_save_at_the_last_step_says_that_the_end_is_due(tmp_path):
         wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)  # it brings what is left: nothing
         os.kill(killed.pid, signal.SIGKILL)
         assert ended(killed) == -signal.SIGKILL
+        training_checkpoint.inspect(tmp_path / "a" / newest_entry(tmp_path / "a").name, as_json=False)
+        assert ", to end together with the others yet" in capsys.readouterr().out
         again = begun()
         barrier.wait()
         assert [ended(other), ended(again)] == [0, 0]
@@ -380,3 +383,29 @@ def test_a_save_at_the_last_step_says_that_the_end_is_due(tmp_path):
     last = newest_entry(tmp_path / "a")
     assert (last.manifest.step, last.manifest.is_finished, last.manifest.is_end_due) == (EVERY, True, False)
     assert load_file(tmp_path / "a" / last.name / "model.safetensors")["weight"].item() == held
+
+
+@pytest.mark.parametrize("data", [fault_tolerant.plain, fault_tolerant.stateful, fault_tolerant.in_our_order])
+def test_a_life_that_only_ends_leaves_all_so_that_training_goes_on(data, tmp_path):
+    """Begun again with more steps, it sees the batches and the noise that it would have seen."""
+
+    def lives(name, *ends):
+        folder = tmp_path / name
+        folder.mkdir()
+        with offbeat.ParameterServer(transaction="model") as server:
+            for max_steps, is_killed in ends:
+                code = in_process(
+                    members.draw,
+                    folder / "run",
+                    server.address,
+                    folder / "seen",
+                    data,
+                    max_steps=max_steps,
+                    is_killed=is_killed,
+                )
+                assert code == (-signal.SIGKILL if is_killed else 0)
+        return (folder / "seen").read_text("utf-8").splitlines()
+
+    whole = lives("whole", (13, False), (20, False))
+    assert len(whole) == 20
+    assert lives("killed", (13, True), (13, False), (20, False)) == whole

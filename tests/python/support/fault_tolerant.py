@@ -221,6 +221,10 @@ def plain():
     return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)}
 
 
+def in_our_order():
+    return {"dataset": Noisy(), "batch_size": BATCH_SIZE}
+
+
 def with_workers():
     return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=2)}
 

@@ -17,7 +17,7 @@ from offbeat.averaging.rounds import Rounds
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
 from support.averaging import warned
-from support.fault_tolerant import waited
+from support.fault_tolerant import loss_of, model, waited
 
 BATCH, EVERY = 8, 5
 """Samples of a batch; iterations from average to average, and from save to save."""
@@ -85,6 +85,41 @@ def count(
 
     with MADE[kind](one_number(), method, server_address=address, **settings) as member:
         trained(member, folder, loss_fn, epochs=100, max_steps=max_steps)
+
+
+def draw(folder, address, out, data, *, max_steps, is_killed):
+    """Train the one member at a server on noise to its end, or to where that is due; write what it saw.
+
+    Args:
+        folder: Of its checkpoints.
+        address: Of the server.
+        out: Where to add each batch's samples and inputs.
+        data: Gives what `train` takes of them.
+        max_steps: In all lives.
+        is_killed: Kill it when that is trained, and the members are to be ended together with.
+    """
+    torch.set_num_threads(1)
+    save = waited(Saver.save)
+
+    def saved(saver, draft):
+        save(saver, draft)
+        if is_killed and draft.manifest.is_end_due:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def seen(outputs, targets):
+        with Path(out).open("a", encoding="utf-8") as file:
+            file.write(json.dumps([targets.tolist(), outputs.tolist()]) + "\n")
+        return loss_of(outputs, targets)
+
+    Saver.save = saved
+    with averager_of(model(), "average", server_address=address) as member:
+        FaultTolerantTrainer(member, folder, checkpoint_frequency=EVERY).train(
+            **data(),
+            epochs=3,
+            max_steps=max_steps,
+            optimizer=offbeat.optim.SGD(lr=0.01),
+            loss_fn=seen,
+        )
 
 
 def in_group(
