@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offbeat import log
-from offbeat.local.buffers import few, put_values
+from offbeat.local.buffers import few, fits, put_values
 
 __all__ = ["KeptBuffers", "is_kept", "is_ruined"]
 
@@ -68,7 +68,7 @@ class KeptBuffers:
         for name in now.keys() - copied.keys() - self._large.keys():
             self._large[name] = _are_finite(now[name])
         values = {
-            name: memory[name] if _fits(memory.get(name), buffer) else torch.empty_like(buffer)
+            name: memory[name] if fits(memory.get(name), buffer) else torch.empty_like(buffer)
             for name, buffer in copied.items()
         }
         if values:
@@ -145,11 +145,3 @@ def _are_finite(buffer: torch.Tensor) -> torch.Tensor:
     """Tell, where the buffer is, and without memory as large as it, which `isfinite` takes."""
     numbers = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     return torch.stack(torch.aminmax(numbers)).isfinite().all()
-
-
-def _fits(memory: torch.Tensor | None, buffer: torch.Tensor) -> bool:
-    return memory is not None and (memory.shape, memory.dtype, memory.device) == (
-        buffer.shape,
-        buffer.dtype,
-        buffer.device,
-    )

@@ -1,13 +1,14 @@
 """A module's buffers: which of them are worth copies, and how they get back what they held."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["few", "put_values", "same_buffers"]
+__all__ = ["BufferSnapshot", "few", "fits", "put_values", "same_buffers"]
 
 FEW = 2**22
 """Numbers whose copies cost next to nothing: of float32, 16 MiB. The statistics of large nets are fewer."""
@@ -36,35 +37,88 @@ def few(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, tor
     return chosen
 
 
+class BufferSnapshot:
+    """Which tensors a module has as buffers, and what they hold, to be put back.
+
+    Where one is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
+    afterwards; where it began as None, as the state of a recurrent net may, it is None again. What was not
+    there before stays, as what made it does not know that it would be gone. So does a buffer that is no part
+    of the module's state (``persistent=False``) and got a size, or another one: a cache that was made or
+    grew, of which the module may have noted elsewhere how far. One that has gone to another device since, as
+    all of a module's may, gets the values there.
+    """
+
+    def __init__(self, module: nn.Module, *, are_few: bool = False) -> None:
+        """Take it.
+
+        Args:
+            module: Whose.
+            are_few: Only as many values as are worth copies (`few`).
+        """
+        self._module = module
+        self._are_few = are_few
+        self._values: dict[str, torch.Tensor] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Take it once more, in the same memory as far as that fits."""
+        parts = self._module.named_modules()
+        # A traced one has none here.
+        places = [(prefix, part, vars(part).get("_buffers", {})) for prefix, part in parts]
+        self._held = [
+            (prefix, place, dict(place), getattr(part, _CACHES, ())) for prefix, part, place in places
+        ]
+        buffers = self._now()
+        copied = few(self._module, buffers) if self._are_few else buffers
+        memory, self._values = self._values, {}
+        with torch.inference_mode():
+            for name, buffer in copied.items():
+                value = memory.get(name)
+                self._values[name] = value.copy_(buffer) if fits(value, buffer) else buffer.clone()
+
+    def broken(self) -> set[str]:
+        """Name the buffers that are not finite, and were, or were not there."""
+        return {
+            name
+            for name, buffer in self._now().items()
+            if not bool(buffer.isfinite().all()) and self._was_finite(name)
+        }
+
+    def put_back(self, names: Collection[str] | None = None) -> None:
+        """Let the module have them again.
+
+        Args:
+            names: Only these; None: all.
+        """
+        for prefix, place, held, caches in self._held:
+            for key, buffer in held.items():
+                now, is_wanted = place.get(key), names is None or f"{prefix}.{key}".lstrip(".") in names
+                is_cache = key in caches and _has_resized(buffer, now)
+                if is_wanted and not is_cache and not _has_moved(buffer, now):
+                    place[key] = buffer
+        put_values({n: v for n, v in self._values.items() if names is None or n in names}, self._now())
+
+    def _was_finite(self, name: str) -> bool:
+        value = self._values.get(name)
+        return value is None or bool(value.isfinite().all())
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        return {name: b.detach() for name, b in self._module.named_buffers() if _has_values(b)}
+
+
 @contextmanager
 def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
     """Give a module its buffers back, with their values: a running scale is one that moves in eval mode, too.
 
-    Where that is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
-    afterwards; where it began as None, as the state of a recurrent net may, it is None again. What was not
-    there before stays, as what made it does not know that it would be gone. So does a buffer that is no part
-    of the module's state (``persistent=False``) and got a size, or another one: a cache that was made or
-    grew, of which the module may have noted elsewhere how far.
-
     Args:
         module: The module.
-        are_few: Only as many values as are worth copies (`few`).
+        are_few: As for `BufferSnapshot`, which says what comes back.
     """
-    places = [
-        (part, vars(part).get("_buffers", {})) for part in module.modules()
-    ]  # a traced one has none here
-    before = [(place, dict(place), getattr(part, _CACHES, ())) for part, place in places]
-    buffers = {name: b.detach() for name, b in module.named_buffers() if _has_values(b)}
-    copied = few(module, buffers) if are_few else buffers
-    values = {name: buffer.clone() for name, buffer in copied.items()}
+    before = BufferSnapshot(module, are_few=are_few)
     try:
         yield
     finally:
-        for place, held, caches in before:
-            for name, buffer in held.items():
-                if name not in caches or not _has_resized(buffer, place.get(name)):
-                    place[name] = buffer
-        put_values(values, buffers)
+        before.put_back()
 
 
 _CACHES = "_non_persistent_buffers_set"
@@ -83,6 +137,19 @@ def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     return then is None or (not is_lazy(then) and now.shape != then.shape)
 
 
+def _has_moved(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    return then is not None and now is not None and then.device != now.device
+
+
+def fits(memory: torch.Tensor | None, buffer: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Tell whether a buffer's values can be copied to memory that there is, if there is any."""
+    return memory is not None and (memory.shape, memory.dtype, memory.device) == (
+        buffer.shape,
+        buffer.dtype,
+        buffer.device,
+    )
+
+
 def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
     """Write values to strided buffers that have their shapes still, and changed.
 
@@ -93,8 +160,11 @@ def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
     with torch.inference_mode():  # in which those can be written to as well that were made in it
         for name, value in values.items():
             buffer = buffers.get(name)
-            if buffer is None or buffer.shape != value.shape or torch.equal(buffer, value):
+            if buffer is None or buffer.shape != value.shape:
+                continue
+            there = value.to(buffer.device, buffer.dtype)
+            if torch.equal(buffer, there):
                 continue
             # An expanded one has fewer numbers than its shape says, and torch writes to none of them twice.
             each_once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())
-            buffer[each_once].copy_(value[each_once])
+            buffer[each_once].copy_(there[each_once])

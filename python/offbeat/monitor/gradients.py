@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offbeat import log
+from offbeat.local.buffers import BufferSnapshot
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -75,8 +76,8 @@ class Gradients:
         self._is_scaled_by_others = False
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
         self._ratio_since: float | None = None  # where they are of another process
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._at_first: list[torch.Tensor] = []  # what they held, before there is anything of a step to keep
+        self._buffers: BufferSnapshot | None = None
+        self._are_at_first = False  # they are of before any step
         ours = weakref.ref(self)  # a parameter outlives a monitor that is let go of
 
         def accumulated(parameter: torch.Tensor) -> None:
@@ -174,30 +175,23 @@ class Gradients:
 
     def keep_buffers_at_first(self) -> None:
         """Keep what they hold before any step; the module may be loaded, or moved, before the first."""
-        self._at_first = [buffer.detach().clone() for buffer in self._model.buffers()]
+        self._buffers, self._are_at_first = BufferSnapshot(self._model), True
 
     def keep_buffers(self) -> None:
         """Keep what the buffers hold now, for `restore_buffers`."""
-        self._at_first = []
-        now = list(self._model.buffers())
-        if [id(b) for b, _ in self._buffers] != [id(b) for b in now]:
-            self._buffers = [(b, b.detach().clone()) for b in now]
-            return
-        for buffer, kept in self._buffers:
-            kept.copy_(buffer)
+        if self._buffers is None:
+            self._buffers = BufferSnapshot(self._model)
+        else:
+            self._buffers.renew()
+        self._are_at_first = False
 
     def restore_buffers(self) -> None:
         """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages.
 
         Before any step was used, only what it broke: the others may have been loaded since they were kept.
         """
-        with torch.no_grad():
-            for buffer, first in zip(self._model.buffers(), self._at_first, strict=False):
-                was_sound = buffer.shape == first.shape and bool(first.isfinite().all())
-                if was_sound and not bool(buffer.isfinite().all()):
-                    buffer.copy_(first)
-            for buffer, kept in self._buffers:
-                buffer.copy_(kept)
+        if self._buffers is not None:
+            self._buffers.put_back(self._buffers.broken() if self._are_at_first else None)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.

@@ -263,6 +263,53 @@ def test_a_step_that_is_dropped_changes_no_parameter_no_buffer_and_no_state(stra
         assert monitor.report().alerts[0].value == sum(p.numel() for p in model.parameters()) - num_finite
 
 
+class Buffered(nn.Module):
+    """Its buffers are assigned, begin as None, grow, are expanded, and were made in inference mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("mean", None)
+        self.register_buffer("bank", torch.zeros(0, 4))
+        self.register_buffer("once", torch.ones(1).expand(4))
+        with torch.inference_mode():
+            self.register_buffer("lent", torch.ones(4))
+
+    def forward(self, inputs):
+        now = inputs.detach().mean(0)
+        self.scale = 0.9 * self.scale + 0.1 * now.abs().mean()
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        self.bank = torch.cat([self.bank, now[None]])
+        return self.last(
+            inputs * self.once.clone() * self.lent.clone() / self.scale + self.bank.sum(0) * self.mean
+        )
+
+
+@pytest.mark.parametrize("dropped", [0, 4])
+def test_a_step_that_is_dropped_leaves_no_buffer_another_one_whatever_it_is(dropped):
+    """The same batches without that one come to the same bits."""
+
+    def trained(numbers):
+        torch.manual_seed(0)
+        model = Buffered()
+        with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+            for number in numbers:
+                x, y = batch(number)
+                x = x * math.nan if number == dropped else x
+                model.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                sgd(model).step()
+        return monitor.report().num_dropped, model.state_dict()
+
+    others = [number for number in range(8) if number != dropped]
+    (num_dropped, found), (none, expected) = trained(range(8)), trained(others)
+    assert (num_dropped, none) == (1, 0)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 def test_a_first_step_that_is_dropped_breaks_no_buffer_and_leaves_what_was_loaded():
     model = normed()
     model.register_buffer("table", torch.zeros(3))
