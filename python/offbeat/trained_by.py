@@ -22,6 +22,7 @@ __all__ = [
     "is_watched",
     "keepers_of",
     "moves",
+    "part_members",
     "register",
     "skipped",
     "tell",
@@ -49,13 +50,16 @@ class Watcher(Protocol):
     """Hears of a module's training, on the thread that trains.
 
     Attributes:
-        acts_on_gradients: By what settings it may scale or drop gradients, as JSON can have them; empty where
-            it does neither.
+        acts_on_gradients: By what settings it may scale or drop gradients, or change their update's rate, as
+            JSON can have them; empty where it does none of that.
+        parts_members: Why it must not be where members share their updates, in words for who made it; empty
+            where it may.
         has_dropped: Whether it let no gradient of the batch be used whose loss it was told last.
         is_lost: Whether parameters are not finite, as far as it has seen.
     """
 
     acts_on_gradients: Sequence[object]
+    parts_members: str
     has_dropped: bool
 
     @property
@@ -199,5 +203,10 @@ def is_lost(module: "nn.Module") -> bool:
 
 
 def act_on_gradients(module: "nn.Module") -> list[Sequence[object]]:
-    """Tell by what settings a module's watchers may scale or drop its gradients, in an order of its own."""
+    """Tell by what settings a module's watchers may change its updates, in an order of its own."""
     return sorted((w.acts_on_gradients for w in _watchers.of(module) if w.acts_on_gradients), key=repr)
+
+
+def part_members(module: "nn.Module") -> list[str]:
+    """Word why a module's watchers must not be where members of a group are to share updates of it."""
+    return [watcher.parts_members for watcher in _watchers.of(module) if watcher.parts_members]

@@ -194,6 +194,7 @@ class AsyncGradientAccumulator:
         assert where is not None  # noqa: S101  else there is a fault
         assert model is not None  # noqa: S101
         size = 1 if group is None else distributed.get_world_size(group)
+        refuse(trained_by.part_members(model) if size > 1 else [])
         self.model = model.to(where)
         self.device = where
         self.updates = self.skipped_updates = self._samples = 0

@@ -37,11 +37,12 @@ Settings = Mapping[str, object]
 
 REMEDIES = {
     "learning rate": "a scheduler has to step once per update in every member, also in those that flush() "
-    "makes: optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it",
+    "makes: optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it; and what sets it "
+    "otherwise, as a monitor's reduce_lr, has to do so in all of them",
     "updates": "load states of the same update in all of them",
     "scale of grad_scaler": "make all scalers with the same init_scale, or load the same state",
-    "what monitors do": 'an AsyncTrainingMonitor that may "clip", "reject" or "pause" has to be in every '
-    "member, set alike, until flush() is through",
+    "what monitors do": 'an AsyncTrainingMonitor that may "clip", "reject", "reduce_lr" or "pause" has to be '
+    "in every member, set alike, until flush() is through",
 }
 """What to do where members differ in what may change from update to update; in all else: set it alike."""
 

@@ -39,8 +39,8 @@ class Company:
         self._left_out: set[int] = set()  # incarnations without which this ended, as was told
 
     def note_lost(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Take note of who was lost before this member came; `workers`: as a status has them."""
-        self._lost = {worker["id"] for worker in workers if worker["state"] == "lost"}
+        """Take note of who was lost or left before this member came; `workers`: as a status has them."""
+        self._lost = {worker["id"] for worker in workers if worker["state"] in ("lost", "left")}
 
     def lose(self) -> None:
         """Take note that the server has lost its run, and knows none of those who were there."""
@@ -107,6 +107,7 @@ class Company:
         workers = client.status()["workers"]
         lost = {w["id"]: f"was given up ({w['cause']})" for w in workers if w["state"] == "lost"}
         lost |= dict.fromkeys(missed_of(workers), UNDER_ANOTHER)
+        lost |= {w["id"]: w["cause"] for w in workers if w["state"] == "left"}
         news = [f"{name} {what}" for name, what in lost.items() if name not in self._lost]
         if news:
             log.warn(

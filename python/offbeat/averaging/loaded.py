@@ -9,7 +9,7 @@ from offbeat import log
 from offbeat.averaging.members import Members
 from offbeat.averaging.served import Served
 
-__all__ = ["Untrained", "keep_to_the_others"]
+__all__ = ["GONE_ON", "Untrained", "keep_to_the_others"]
 
 
 class Untrained:
@@ -62,6 +62,12 @@ def keep_to_the_others(members: Served) -> bool:
     )
     return True
 
+
+GONE_ON = (
+    "this member goes on with the parameters that the server has, which others have made since, and not with "
+    "those that it had saved"
+)
+"""Of one that was started again."""
 
 _untrained: weakref.WeakSet[Untrained] = weakref.WeakSet()
 _hooks: list[object] = []

@@ -100,7 +100,7 @@ class Presence:
         """Say goodbye under names that this member had."""
         for name in names:
             try:
-                self._connect(AGAIN_S, name).close(finished=False)
+                self._connect(AGAIN_S, name).close(finished=False, cause=f"it is {self.name} now")
             except OffbeatError as error:
                 self._names.discard(name)  # else it would be at work for ever
                 log.warn(

@@ -362,7 +362,7 @@ class Turns:
         self.timing.agree(asked)
         self.rounds.goes_on = self.timing.overlap is not False
         if self.timing.setting() != before:
-            log.info("from round %d on: %r", self.rounds.number, owner)
+            log.info("from round %d on: %r", max(self.rounds.number, self.course.rounds), owner)
 
     def _recover(self, *, is_mended: bool) -> None:
         """Go on after parameters were not finite: without what the optimizer kept that is not either.
@@ -373,7 +373,8 @@ class Turns:
         text = f"parameters of member {self._rank} were not finite in iteration {self.course.begun_at}"
         remedy = "look at its learning rate and its data"
         if not is_mended:
-            raise NonFiniteError(f"{text}, nor any member's, so there is nothing to go on from: {remedy}")
+            whose = "" if self.members.is_alone else ", nor any member's"
+            raise NonFiniteError(f"{text}{whose}, so there is nothing to go on from: {remedy}")
         live = self.optimizer.live
         for kept in list(live.state if live is not None else ()):
             assert live is not None  # noqa: S101  it has states

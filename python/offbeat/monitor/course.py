@@ -394,11 +394,16 @@ class Course:
     def _told_in_vain(self) -> str:
         """Say what helps where it was gone back as often as may be, once each time that this is so."""
         was_in_vain = self._is_in_vain
-        self._is_in_vain = self._is_broken() and self._judge.has_gone_back
+        is_broken = self._is_broken()
+        self._is_in_vain = (is_broken and self._judge.has_gone_back) or self._judge.is_exhausted
         if was_in_vain or not self._is_in_vain:
             return ""
         said = '"rollback" was taken as often as it may be, in vain'
-        return f"; {said}: where the data is sound, {self._words_of_help()}"
+        # What is finite may be the way it is from now on.
+        usual = (
+            "" if is_broken else ", and such values are not right from now on (monitor.reset() learns those)"
+        )
+        return f"; {said}: where the data is sound{usual}, {self._words_of_help()}"
 
     def _is_to_begin(self, excess: Excess, effect: "_InEffect") -> bool:
         """Tell whether what is done anew is to go by how it is now, and not as the matter began.

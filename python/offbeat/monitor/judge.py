@@ -18,6 +18,7 @@ from offbeat.monitor.ladder import (
     after_quiet,
     has_gone_back,
     has_more,
+    is_exhausted,
     may_go_back,
     noted,
     until_again,
@@ -178,6 +179,11 @@ class Judge:
     def has_gone_back(self) -> bool:
         """Whether it was taken as often as it may be."""
         return has_gone_back(self.standing, self._ladder)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether alerts persist although all was taken as often as it may be, going back among it."""
+        return is_exhausted(self.standing, self._ladder)
 
     @property
     def is_to_go_back(self) -> bool:

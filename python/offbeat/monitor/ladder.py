@@ -12,6 +12,7 @@ __all__ = [
     "after_quiet",
     "has_gone_back",
     "has_more",
+    "is_exhausted",
     "may_go_back",
     "noted",
     "until_again",
@@ -121,6 +122,12 @@ def has_gone_back(standing: Standing, ladder: Ladder) -> bool:
     """Tell whether it was taken as often as it may be."""
     num = sum(rung == ladder.back for rung in standing.taken) + standing.num_back
     return ladder.back in standing.taken and num >= ladder.most_back
+
+
+def is_exhausted(standing: Standing, ladder: Ladder) -> bool:
+    """Tell whether alerts persist although all was taken as often as it may be, going back among it."""
+    is_over = has_gone_back(standing, ladder) and _next(standing.taken, ladder) is None
+    return is_over and standing.strikes >= ladder.patience
 
 
 def noted(standing: Standing) -> Standing:

@@ -202,8 +202,9 @@ class AsyncTrainingMonitor:
                 is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
                 may_drop=not DROPPING.isdisjoint(settings.names),
             )
+            self._attachment.parts_members = settings.parts_members
             if settings.act_on_updates:  # as all of these say
-                numbers = [float(alert_threshold), warm_up, patience, quiet_steps]
+                numbers = [float(alert_threshold), warm_up, patience, quiet_steps, float(lr_factor)]
                 self._attachment.acts_on_gradients = [*settings.names, *settings.metrics, *numbers]
 
     # ------------------------------------------------------------------ what users call

@@ -24,6 +24,9 @@ Callback = Callable[[Alert], object]
 ON_GRADIENTS = frozenset({"clip", "reject"})
 """Remedies that act on the gradients of the model."""
 
+ON_UPDATES = ON_GRADIENTS | {"reduce_lr"}
+"""Remedies that let the update of one member of an accumulator's group be another one than the others'."""
+
 OF_UPDATES = frozenset({"gradient_norm", "update_ratio", "non_finite"})
 """Metrics that are the same for all members of an accumulator's group, as their updates are."""
 
@@ -90,7 +93,12 @@ class Settings:
     def act_on_updates(self) -> bool:
         """Whether the update that all members of an accumulator's group make may be changed by it."""
         pauses = "pause" in self.names and not OF_UPDATES.isdisjoint(self.metrics)  # which drops it
-        return pauses or not ON_GRADIENTS.isdisjoint(self.names)
+        return pauses or not ON_UPDATES.isdisjoint(self.names)
+
+    @property
+    def parts_members(self) -> str:
+        """Word what lets members of an accumulator's group part: who sees it changes its update, alone."""
+        return _parts_members(set(self.metrics), set(self.names))
 
 
 def resolve(given: Given) -> Settings:
@@ -139,20 +147,23 @@ def _acts_on(given: Given) -> list[object]:
 
 
 def _of_members(given: Given, metrics: set[str], names: set[str]) -> list[str]:
-    """Tell what would let the parameters of an accumulator's members part: who saw it would drop, alone."""
+    """Tell so where there is such a group already; one that is made later looks at its watchers."""
     trainers = trainers_of(given.model) if given.model is not None and _is_module(given.model) else []  # type: ignore[arg-type]  # looked at
-    others = sorted(metrics - OF_UPDATES)
-    if not (names & ON_GRADIENTS and others and any(getattr(t, "shares_updates", False) for t in trainers)):
-        return []
-    doing = " and ".join(sorted(names & ON_GRADIENTS))
-    return [
-        (
-            f"divergence_metrics has {', '.join(others)}, which each member of the accumulator's group "
-            f"has of its own, and {doing} would change one member's update alone: name only such as are "
-            f"of the update ({', '.join(sorted(OF_UPDATES))}), and judge the others by a monitor with "
-            f"another remedy"
-        )
-    ]
+    are_shared = any(getattr(trainer, "shares_updates", False) for trainer in trainers)
+    parts = _parts_members(metrics, names) if are_shared else ""
+    return [parts] if parts else []
+
+
+def _parts_members(metrics: set[str], names: set[str]) -> str:
+    others, doing = sorted(metrics - OF_UPDATES), sorted(names & ON_UPDATES)
+    if not (others and doing):
+        return ""
+    return (
+        f"divergence_metrics has {', '.join(others)}, which each member of the accumulator's group has of "
+        f"its own, and {' and '.join(doing)} would change one member's update alone: name only such as are "
+        f"of the update ({', '.join(sorted(OF_UPDATES))}), and judge the others by a monitor with another "
+        f"remedy"
+    )
 
 
 def _remedies(given: Given, names: Sequence[str]) -> tuple[Remedy, ...]:

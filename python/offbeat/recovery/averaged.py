@@ -7,6 +7,7 @@ import torch
 
 from offbeat import log
 from offbeat.averaging import AsyncModelAverager
+from offbeat.averaging.loaded import GONE_ON
 from offbeat.checks import Faults
 from offbeat.errors import ConnectionLostError
 from offbeat.module.table import unwrap
@@ -134,7 +135,10 @@ class Averaged(Local):
         """Take back a state; of the model, where others have gone on meanwhile, what they do not have."""
         if self._averager.is_under_way:  # of a `train` in this process that broke off
             self._averager.give_up()
-        self.load_model(state | {"model": state["model"] | self._of_others()})
+        others = self._of_others()
+        if any(not torch.equal(value.cpu(), state["model"][name]) for name, value in others.items()):
+            log.announce(GONE_ON)
+        self.load_model(state | {"model": state["model"] | others})
         self.load_rest(state)
         self._averager.load_state_dict(state["averager"], strict=False)
 

@@ -20,7 +20,7 @@ from offbeat.local.saved import (
 from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.recovery.buffers import Holder, holder_of_loss
-from offbeat.recovery.trainee import Scheduler, SchedulerStep, Stepped, Trainee
+from offbeat.recovery.trainee import Scheduler, SchedulerInterval, Stepped, Trainee
 from offbeat.recovery.values import WithMetadata, fill, unlisted
 from offbeat.trainer.scheduling import step_by
 
@@ -45,7 +45,7 @@ class Local(Trainee):
         reduction: LossReduction,
         device: torch.device,
         scheduler: Scheduler | None,
-        scheduler_step: SchedulerStep,
+        scheduler_interval: SchedulerInterval,
         scheduler_meter: Mean | None,
         scaler: "torch.amp.GradScaler | None",
         holder: Holder,
@@ -57,7 +57,7 @@ class Local(Trainee):
         self._reduction = reduction
         self._device = device
         self._scheduler = scheduler
-        self._per_step = scheduler_step == "step"
+        self._per_step = scheduler_interval == "step"
         self._scheduler_meter = scheduler_meter
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._settings = [settings_of(group) for group in optimizer.param_groups]

@@ -153,7 +153,7 @@ def of_scheduler(given: object, step: object, metric: Metric | None, *, is_valid
     """Tell what is wrong with a scheduler, with when it is to step, or with what it goes by."""
     faults = Faults()
     if step not in ("epoch", "step"):
-        faults.append(f'scheduler_step is {step!r}: give "epoch" or "step"')
+        faults.append(f'scheduler_interval is {step!r}: give "epoch" or "step"')
     faults.catch(lambda: mean_of(metric, name="scheduler_metric"))
     if given is not None:
         faults.catch(lambda: check_scheduler(given))
@@ -161,7 +161,7 @@ def of_scheduler(given: object, step: object, metric: Metric | None, *, is_valid
             faults.catch(lambda: scheduler_meter_of(given, str(step), metric, is_validated=is_validated))
         return faults
     if step == "step":
-        faults.append('scheduler_step is "step", and there is no scheduler: give one, or leave it out')
+        faults.append('scheduler_interval is "step", and there is no scheduler: give one, or leave it out')
     if metric is not None:
         faults.append("scheduler_metric is given, and no scheduler, which would go by it: leave it out")
     return faults
@@ -191,7 +191,7 @@ def scheduler_meter_of(
     """Make what measures by what a scheduler goes, as `offbeat.trainer.scheduling.meter_of`; None without."""
     if scheduler is None:
         return None
-    made = meter_of(scheduler, step, metric, is_validated=is_validated, interval_name="scheduler_step")
+    made = meter_of(scheduler, step, metric, is_validated=is_validated)
     return cast(Mean | None, made)  # of a metric that was seen to be a mean
 
 

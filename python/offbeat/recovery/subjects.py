@@ -22,7 +22,7 @@ from offbeat.recovery.buffers import Holder
 from offbeat.recovery.driven import Trained
 from offbeat.recovery.joined import Joined
 from offbeat.recovery.local import Local
-from offbeat.recovery.trainee import Scheduler, SchedulerStep, Trainee
+from offbeat.recovery.trainee import Scheduler, SchedulerInterval, Trainee
 from offbeat.trainer import AsyncTrainer
 from offbeat.worker import AsyncWorker
 
@@ -49,7 +49,7 @@ class Asked:
         optimizer: As given.
         loss_fn: From (outputs, targets) to a scalar.
         scheduler: As given.
-        scheduler_step: When it steps.
+        scheduler_interval: When it steps.
         scheduler_metric: What it goes by, as given.
         is_validated: Whether the model is measured on other data after each epoch.
         scaler: As given.
@@ -60,7 +60,7 @@ class Asked:
     optimizer: object
     loss_fn: LossFunction
     scheduler: object
-    scheduler_step: SchedulerStep
+    scheduler_interval: SchedulerInterval
     scheduler_metric: Metric | None
     is_validated: bool
     scaler: "torch.amp.GradScaler | None"
@@ -151,7 +151,7 @@ class _Module(Subject):
             "reduction": self.reduction,
             "device": self.device,
             "scheduler": scheduler,
-            "scheduler_step": asked.scheduler_step,
+            "scheduler_interval": asked.scheduler_interval,
             "scheduler_meter": _meter_for(scheduler, asked),
             "scaler": asked.scaler,
             "holder": self._holder,
@@ -241,7 +241,7 @@ class _Worker(_Ordered):
         )
         if self.optimizer is not None:
             scheduler = self._scheduler.of(asked.scheduler, self.optimizer)
-            made.follow(scheduler, asked.scheduler_step, _meter_for(scheduler, asked))
+            made.follow(scheduler, asked.scheduler_interval, _meter_for(scheduler, asked))
         return made
 
     def faults_of(self, *, strategy: str) -> list[str]:
@@ -271,7 +271,7 @@ class _Trainer(_Ordered):
             optimizer=asked.optimizer,
             loss_fn=asked.loss_fn,
             scheduler=cast(Any, asked.scheduler),
-            scheduler_interval=cast(Any, asked.scheduler_step),
+            scheduler_interval=cast(Any, asked.scheduler_interval),
             scheduler_metric=asked.scheduler_metric,
             is_validated=asked.is_validated,
             stop=asked.stop,
@@ -324,7 +324,7 @@ def _meter_for(scheduler: Scheduler | None, asked: Asked) -> Mean | None:
         ConfigError: If it goes by a metric and there is none, or the reverse.
     """
     return settings.scheduler_meter_of(
-        scheduler, asked.scheduler_step, asked.scheduler_metric, is_validated=asked.is_validated
+        scheduler, asked.scheduler_interval, asked.scheduler_metric, is_validated=asked.is_validated
     )
 
 

@@ -16,9 +16,9 @@ from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.values import of_tensors
 
-__all__ = ["GoesBack", "Scheduler", "SchedulerStep", "Stepped", "Trainee"]
+__all__ = ["GoesBack", "Scheduler", "SchedulerInterval", "Stepped", "Trainee"]
 
-SchedulerStep = str
+SchedulerInterval = str
 """When a scheduler steps: after each "epoch" or each "step"."""
 
 

@@ -38,7 +38,7 @@ from offbeat.recovery.run import Again, Plan, Run, taken_apart
 from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
-from offbeat.recovery.trainee import GoesBack, Scheduler, SchedulerStep, Trainee
+from offbeat.recovery.trainee import GoesBack, Scheduler, SchedulerInterval, Trainee
 from offbeat.termination import noting_signals
 from offbeat.trainer.alone import one_at_a_time
 from offbeat.trainer.validation import Validation
@@ -202,7 +202,7 @@ class FaultTolerantTrainer:
         optimizer: object = None,
         loss_fn: LossFunction,
         scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
-        scheduler_step: SchedulerStep = "epoch",
+        scheduler_interval: SchedulerInterval = "epoch",
         scheduler_metric: Metric | None = None,
         grad_scaler: "torch.amp.GradScaler | None" = None,
         batch_size: int | None = None,
@@ -227,7 +227,7 @@ class FaultTolerantTrainer:
             loss_fn: From (outputs, targets) to a scalar; of a module, buffers and parameters are saved, too.
             scheduler: A learning rate scheduler of torch's, or what makes one of the optimizer, such as
                 ``functools.partial(StepLR, step_size=10)``.
-            scheduler_step: When it steps: after each "epoch", or each "step" that was not skipped.
+            scheduler_interval: When it steps: after each "epoch", or each "step" that was not skipped.
             scheduler_metric: What ReduceLROnPlateau goes by, as `AsyncTrainer.train` has it: "loss",
                 "accuracy" or a function. What was measured in the epoch under way goes on after a crash.
             grad_scaler: Scales the loss, and skips steps with infinite gradients (`history.skipped`).
@@ -263,7 +263,7 @@ class FaultTolerantTrainer:
             faults += settings.of_dataset_alone(seed=seed, batch_size=batch_size)
         faults += functions("a function of (outputs, targets)", loss_fn=loss_fn)
         faults += settings.of_scaler(grad_scaler) + settings.of_scheduler(
-            scheduler, scheduler_step, scheduler_metric, is_validated=validation is not None
+            scheduler, scheduler_interval, scheduler_metric, is_validated=validation is not None
         )
         metrics = listed(metrics)
         measured = faults.catch(lambda: settings.means_of(metrics, name="metrics"))
@@ -276,7 +276,7 @@ class FaultTolerantTrainer:
             optimizer=optimizer,
             loss_fn=loss_fn,
             scheduler=scheduler,
-            scheduler_step=scheduler_step,
+            scheduler_interval=scheduler_interval,
             scheduler_metric=scheduler_metric,
             is_validated=validation is not None,
             scaler=grad_scaler,

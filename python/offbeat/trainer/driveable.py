@@ -75,7 +75,6 @@ class Driveable:
             epochs,
             (scheduler, scheduler_interval, scheduler_metric),
             is_validated=is_validated,
-            interval_name="scheduler_step",  # as that trainer has it
         )
         self._stop = stop
         self._scheduled = None if scheduling.scheduler is None else (scheduler, scheduling.scheduler)
@@ -152,7 +151,6 @@ class Driveable:
         asked: tuple[GivenScheduler, Interval, Metric | None],
         *,
         is_validated: bool,
-        interval_name: str = "scheduler_interval",
     ) -> tuple[torch.optim.Optimizer | None, Scheduling]:
         """Give the optimizer that is here, if one is needed, and the scheduler; keep both if all is right.
 
@@ -178,7 +176,6 @@ class Driveable:
                         own,
                         self._scheduled,
                         is_validated=is_validated,
-                        interval_name=interval_name,
                     )
                 )
             refuse(faults)

@@ -140,6 +140,11 @@ class Places:
         group = group_of(self.group)
         return 1 if group is None else distributed.get_world_size(group)
 
+    def share_updates(self, kinds: list[Kind]) -> bool:
+        """Whether there are others who will make the same updates, by one of these strategies."""
+        group = group_of(self.group) if "accumulate" in kinds else None
+        return group is not None and distributed.get_world_size(group) > 1
+
     def idle_faults(self, kinds: list[Kind], overlap: object) -> list[str]:
         """Tell what none of the strategies has a use for."""
         averages, is_served = any(map(_averages, kinds)), "parameter_server" in kinds

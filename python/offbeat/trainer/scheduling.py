@@ -166,7 +166,6 @@ def scheduling_of(
     before: tuple[object, LRScheduler] | None,
     *,
     is_validated: bool = False,
-    interval_name: str = "scheduler_interval",
 ) -> Scheduling:
     """Make a scheduler of what was given, and see that it is of the optimizer.
 
@@ -179,7 +178,6 @@ def scheduling_of(
             equal, goes on.
         is_validated: Whether the model is measured after each epoch, by whose loss a scheduler goes then that
             goes by a metric and is told none.
-        interval_name: By which keyword the interval was given.
 
     Raises:
         ConfigError: If they do not fit one another.
@@ -192,7 +190,7 @@ def scheduling_of(
             "lr_schedule= in place of scheduler=, or a live optimizer here"
         )
     scheduler = scheduler_for(given, live, before)
-    meter = meter_of(scheduler, interval, metric, is_validated=is_validated, interval_name=interval_name)
+    meter = meter_of(scheduler, interval, metric, is_validated=is_validated)
     return Scheduling(scheduler, interval, meter)
 
 
@@ -238,7 +236,6 @@ def meter_of(
     metric: Metric | None,
     *,
     is_validated: bool,
-    interval_name: str,
 ) -> Meter | None:
     """Make what measures by what a scheduler goes; None where it goes by no metric.
 
@@ -247,7 +244,6 @@ def meter_of(
         interval: When it steps.
         metric: What it goes by, as given.
         is_validated: As `scheduling_of` has it.
-        interval_name: Likewise.
 
     Raises:
         ConfigError: If these do not fit one another.
@@ -258,7 +254,7 @@ def meter_of(
             raise ConfigError(f"scheduler_metric is given, and {name} goes by no metric: leave it out")
         return None
     if interval == "step":
-        raise ConfigError(f'{interval_name} is "step", and {name} goes by an epoch\'s mean: take "epoch"')
+        raise ConfigError(f'scheduler_interval is "step", and {name} goes by an epoch\'s mean: take "epoch"')
     if metric is None and not is_validated:
         raise ConfigError(
             f'{name} goes by a metric: give scheduler_metric="loss", say, or validation=, by whose loss it '

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
-from offbeat import log
+from offbeat import log, trained_by
+from offbeat.averaging.loaded import GONE_ON
 from offbeat.averaging.methods import Method
+from offbeat.checks import refuse
 from offbeat.errors import OtherTermsError, StateError
 from offbeat.trainer.accumulated import Accumulated
 from offbeat.trainer.next import next_of
@@ -40,7 +42,16 @@ class Stage:
         self._epoch = 0
 
     def begin(self) -> None:
-        """Let what is at work begin again, with the optimizer there is by now."""
+        """Let what is at work begin again, with the optimizer there is by now.
+
+        Raises:
+            ConfigError: If members will share updates, and a monitor here would let them part.
+        """
+        kinds = [
+            kind_at(self.schedule, epoch) for epoch in {self._epoch, *self.schedule} if epoch >= self._epoch
+        ]
+        if self._workshop.places.share_updates(kinds):
+            refuse(trained_by.part_members(self._workshop.model))
         self.used, self.epoch_at_work = [], None
         if self.strategy is not None and self._kind is not None:
             self.used.append(shown_kind(self._kind))
@@ -145,6 +156,8 @@ class Stage:
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
+        elif not all(map(torch.equal, tensors, values)):
+            log.announce(GONE_ON)
         self.strategy.load_state_dict(state["work"])
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -193,13 +206,26 @@ class Stage:
             return Accumulated(self._workshop, sync)
         if kind == "parameter_server":
             return Served(self._workshop, sync)
+        self._tell_of_nothing_to_meet()
+        return Local(self._workshop, sync)
+
+    def _tell_of_nothing_to_meet(self) -> None:
+        """Say what of the frequencies has no effect as strategy "local" is about to train alone."""
         no_effect = 'strategy "local" trains alone: the frequencies of meeting others have no effect'
-        given = self.syncs.given()
+        given, warm_up_epochs = self.syncs.given(), range(self.syncs.warm_up_epochs)
+        of_warm_up = [name for name in given if name.startswith("warm_up")]
         if given and not self.used and all(other == "local" for other in self.schedule.values()):
             log.warn(
                 f"{no_effect} ({', '.join(given)}): leave them out, or take a strategy that meets others, as "
                 f'"average" does'
             )
+        elif (
+            not self.used and of_warm_up and all(kind_at(self.schedule, n) == "local" for n in warm_up_epochs)
+        ):
+            log.warn(
+                f'the warm-up is over before strategy "local" is, which meets nobody, and so has no effect '
+                f"({', '.join(of_warm_up)}): warm_up_epochs counts from the first epoch of all; give more of "
+                f"them, or leave it out"
+            )
         else:
             log.info(no_effect)
-        return Local(self._workshop, sync)

@@ -540,13 +540,43 @@ def watched(rank, settings):
 NORM = {"divergence_metrics": ["gradient_norm"], "warm_up": 2}
 
 
-@pytest.mark.parametrize("remedy", ["clip", "reject", "pause"])
+@pytest.mark.parametrize("remedy", ["clip", "reject", "reduce_lr", "pause"])
 def test_a_monitor_that_changes_one_members_gradients_alone_is_an_error_in_all(remedy):
     one = NORM | {"remediation_strategy": ["alert", remedy]}
     for other in (None, one | {"warm_up": 3}):
         for told in together(watched, 2, (one, other)):
             assert "members are set differently: what monitors do is [" in told
         assert "has to be in every member, set alike" in told
+
+
+def watched_before(rank, remedy):
+    """Make a monitor that goes by its member's own loss, then what shares updates."""
+    trained, told = model(), []
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    acts_on = live if remedy == "reduce_lr" else None
+    with offbeat.AsyncTrainingMonitor(trained, remediation_strategy=["alert", remedy], acts_on=acts_on):
+        for strategy in ("accumulate", {0: "average", 1: "accumulate"}):
+            trainer = offbeat.AsyncTrainer(trained, strategy=strategy)
+            with pytest.raises(ConfigError) as error:
+                trainer.train(
+                    dataloader=[micro_batch(rank, 0, 0)] * 4, epochs=2, optimizer=live, loss_fn=LOSS
+                )
+            told.append((str(error.value), trainer.history.steps))
+        with pytest.raises(ConfigError) as error:
+            offbeat.AsyncGradientAccumulator(trained, 1)
+        told.append((str(error.value), 0))
+        offbeat.AsyncGradientAccumulator(trained, 1, process_group=False)
+    offbeat.AsyncGradientAccumulator(trained, 1)
+    return told
+
+
+@pytest.mark.parametrize("remedy", ["clip", "reject", "reduce_lr"])
+def test_a_monitor_that_goes_by_what_is_each_members_own_is_refused_before_anything_is_trained(remedy):
+    for told in together(watched_before, 2, remedy):
+        for error, num_steps in told:
+            assert "divergence_metrics has loss, which each member of the accumulator's group has" in error
+            assert f"and {remedy} would change one member's update alone" in error
+            assert num_steps == 0
 
 
 def test_monitors_that_are_set_alike_clip_in_all_members_and_one_that_tells_may_be_in_one():

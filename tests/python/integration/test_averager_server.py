@@ -782,6 +782,29 @@ def test_one_that_was_given_up_while_it_stood_still_and_the_others_say_that_it_w
     assert "Its last round had 3 members, and this one has 1;" in warnings[0]
 
 
+def test_where_one_leaves_by_an_error_the_other_says_which_and_one_that_has_ended_is_no_news(server):
+    ones = [Counter() for _ in range(3)]
+    fails = ValueError("own bug")
+
+    def joined(rank):
+        return at(server.address, ones[rank].model, rank, 3, averaging_frequency=1, overlap=False)
+
+    with ThreadPoolExecutor(3) as threads, warned() as told:
+        others = list(threads.map(joined, range(3)))
+        list(threads.map(Counter.train, ones, others))
+        (first, second, third), states = others, []
+        with pytest.raises(ValueError, match="own bug"), first:
+            raise fails
+        list(threads.map(offbeat.AsyncModelAverager.flush, [second, third]))
+        for averager in (second, third):
+            averager.close()
+        states = sorted(worker["state"] for worker in server.status()["workers"])
+    assert states == ["finished", "finished", "left"]
+    news = [text for text in told if "left before its work was done: ValueError: own bug" in text]
+    assert len(news) == 2, "by each of the others, once"
+    assert all("has 2 member(s), and the one before had 3: worker-" in text for text in news)
+
+
 def with_its_own_server(rank, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     trained = model(seed=rank)

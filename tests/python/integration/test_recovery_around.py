@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -436,8 +437,11 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["averager", "trainer"])
-def test_a_member_that_joins_others_brings_back_the_buffers_that_are_not_averaged(kind, tmp_path):
-    """Each batch is counted once, over both lives; all else is the others' mean."""
+def test_a_member_that_joins_others_brings_back_the_buffers_that_are_not_averaged(
+    kind, tmp_path, caplog, monkeypatch
+):
+    """Each batch is counted once, over both lives; all else is the others' mean, as the log says."""
+    monkeypatch.setattr(Saver, "save", fault_tolerant.waited(Saver.save))
     data = TensorDataset(torch.randn(40, 6), torch.arange(40) % 5)
 
     def live_once(address, stop_at):
@@ -473,7 +477,10 @@ def test_a_member_that_joins_others_brings_back_the_buffers_that_are_not_average
     with offbeat.ParameterServer(transaction="model") as server:
         live_once(server.address, 12)
         mean = server.state_dict()
-        module, began, resumed = live_once(server.address, 0)
+        assert "which others have made since" not in caplog.text
+        with caplog.at_level(logging.INFO, "offbeat"):
+            module, began, resumed = live_once(server.address, 0)
+    assert caplog.text.count("goes on with the parameters that the server has, which others have made") == 1
     step = int(resumed.name.rpartition("-")[2])
     assert began["line.weight"].equal(mean["line.weight"])
     assert began["norm.running_var"].equal(mean["BatchNorm statistics 1"])
@@ -623,22 +630,22 @@ def test_a_plateau_around_a_worker_goes_by_what_it_measures(given, serve, tmp_pa
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("scheduler_step", ["epoch", "step"])
+@pytest.mark.parametrize("scheduler_interval", ["epoch", "step"])
 @pytest.mark.parametrize("wrap", [lambda module: module, offbeat.AsyncTrainer, offbeat.AsyncModelAverager])
 def test_a_scheduler_that_goes_by_a_metric_and_has_none_is_refused_with_what_this_trainer_has(
-    wrap, scheduler_step, tmp_path
+    wrap, scheduler_interval, tmp_path
 ):
     words = {
         "epoch": 'ReduceLROnPlateau goes by a metric: give scheduler_metric="loss", say, or validation=',
-        "step": 'scheduler_step is "step", and ReduceLROnPlateau goes by an epoch',
+        "step": 'scheduler_interval is "step", and ReduceLROnPlateau goes by an epoch',
     }
-    with pytest.raises(ConfigError, match=words[scheduler_step]):
+    with pytest.raises(ConfigError, match=words[scheduler_interval]):
         FaultTolerantTrainer(wrap(model()), tmp_path).train(
             dataset=TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.long)),
             optimizer=optim.SGD(lr=0.1),
             loss_fn=LOSS,
             scheduler=functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau),
-            scheduler_step=scheduler_step,
+            scheduler_interval=scheduler_interval,
         )
 
 
@@ -688,7 +695,7 @@ def test_it_does_what_the_trainer_does_and_tells_callbacks_and_trackers(tmp_path
         if name == "plain":
             trainer.train(**run, scheduler_interval="step", progress=False)
         else:
-            FaultTolerantTrainer(trainer, tmp_path).train(**run, scheduler_step="step")
+            FaultTolerantTrainer(trainer, tmp_path).train(**run, scheduler_interval="step")
         found.append((told.heard, [value.copy() for value in arrays(trained)]))
     (heard, plain), (also, kept) = found
     assert heard == also

@@ -118,7 +118,7 @@ class Kept:
             optimizer=self.optimizer,
             loss_fn=functional.cross_entropy,
             scheduler=torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: cosine(n) * self.lr_fault),
-            scheduler_step="step",
+            scheduler_interval="step",
         )
         return accuracy(self.model)
 

@@ -794,7 +794,7 @@ def test_one_alone_that_is_not_finite_is_an_error(method):
     with torch.no_grad():
         ours.model[0].weight[0, 0] = float("inf")
     ours.step(4)
-    with pytest.raises(NonFiniteError, match="nor any member's, so there is nothing to go on from"):
+    with pytest.raises(NonFiniteError, match=r"iteration .*, so there is nothing to go on from"):
         ours.step(4)
 
 

@@ -64,7 +64,7 @@ def test_parameters_that_become_nan_are_told_of_once_with_the_step_and_the_remed
 
 
 def test_where_they_would_be_averaged_it_is_an_error(tmp_path):
-    with pytest.raises(NonFiniteError, match=r"were not finite in iteration .*, nor any member's"):
+    with pytest.raises(NonFiniteError, match=r"were not finite in iteration .*, so there is nothing"):
         train("average", net(), tmp_path, Loss(8))
 
 

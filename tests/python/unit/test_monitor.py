@@ -944,6 +944,10 @@ def test_members_of_a_group_drop_nothing_by_what_is_each_ones_own():
     trained_by.register(model, group)
     with pytest.raises(ConfigError, match=r"divergence_metrics has loss, .* member"):
         AsyncTrainingMonitor(model, ["loss", "gradient_norm"], remediation_strategy=["alert", "reject"])
+    with pytest.raises(ConfigError, match=r"each member .*, and reduce_lr would change one member's update"):
+        AsyncTrainingMonitor(
+            model, remediation_strategy="reduce_lr", acts_on=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
     AsyncTrainingMonitor(model, ["gradient_norm"], remediation_strategy="reject")
     AsyncTrainingMonitor(model, ["loss"])
 

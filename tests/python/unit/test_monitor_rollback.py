@@ -332,6 +332,21 @@ def test_parameters_that_stay_lost_beside_a_pause_go_back_three_times_in_all_and
     assert "start again from a checkpoint" in said
 
 
+def test_finite_values_that_stay_out_of_range_after_the_last_rollback_are_said_to_once():
+    thing, told = GoesBackInVain(), []
+    given = {"patience": 3, "warm_up": 5, "acts_on": thing}
+    monitor = AsyncTrainingMonitor(remediation_strategy=["alert", "rollback"], **given)
+    for step in range(10):
+        monitor.observe(step, loss=1.0)
+    for step in range(10, 60):
+        told += [(step, alert.result) for alert in monitor.observe(step, loss=50.0)]
+    assert thing.num_calls == 3
+    ((step, said),) = ((step, result) for step, result in told if "in vain" in result)
+    assert step == 10 + 4 * 3, "when it has had its patience"
+    assert "such values are not right from now on (monitor.reset() learns those)" in said
+    assert "start again from a checkpoint" in said
+
+
 def test_batches_that_are_not_finite_one_after_the_other_with_sound_ones_between_lead_no_further_back():
     model, thing = net(), GoesBackInVain()
     ladder, given = ["rollback", "alert"], {"patience": 2, "warm_up": 5}

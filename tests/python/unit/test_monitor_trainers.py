@@ -90,7 +90,11 @@ def test_a_run_of_which_all_batches_were_dropped_is_not_good_and_moves_no_schedu
     scheduler = torch.optim.lr_scheduler.StepLR(live, step_size=1, gamma=0.5)
     with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5):
         history = offbeat.FaultTolerantTrainer(model, tmp_path).train(
-            dataloader=BATCHES, loss_fn=loss_fn, optimizer=live, scheduler=scheduler, scheduler_step="step"
+            dataloader=BATCHES,
+            loss_fn=loss_fn,
+            optimizer=live,
+            scheduler=scheduler,
+            scheduler_interval="step",
         )
     assert history.skipped == history.steps == len(BATCHES)
     assert live.param_groups[0]["lr"] == 0.1
@@ -357,7 +361,7 @@ def test_a_scheduler_that_steps_with_the_optimizer_goes_on_as_if_the_rate_were_n
             monitor.observe(step, loss=loss)
         if kind == "fault_tolerant":
             trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / "kept")
-            trainer.train(**run, scheduler=schedule, scheduler_step="step")
+            trainer.train(**run, scheduler=schedule, scheduler_interval="step")
         else:
             trainer = offbeat.AsyncTrainer(model, strategy=kind)
             trainer.train(**run, scheduler=schedule, scheduler_interval="step", progress=False)

@@ -70,7 +70,7 @@ def equal(one, other):
 def test_the_model_goes_back_and_the_data_and_all_counts_go_on(tmp_path):
     asks, whole = Asks({18: 10}), Asks({})
     steps = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=12, gamma=0.1)
-    how = {"scheduler": steps, "scheduler_step": "step", "metrics": ["loss"], "log_frequency": 1}
+    how = {"scheduler": steps, "scheduler_interval": "step", "metrics": ["loss"], "log_frequency": 1}
     trainer = run(tmp_path / "back", asks, max_steps=18, **how)
     other = run(tmp_path / "whole", whole, max_steps=18, **how)
     assert asks.said == [(18, 10)]

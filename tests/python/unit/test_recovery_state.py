@@ -219,7 +219,7 @@ def test_a_step_that_is_skipped_is_none_and_moves_no_scheduler(optimizer, tmp_pa
             epochs=2,
             optimizer=live,
             scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
-            scheduler_step="step",
+            scheduler_interval="step",
             grad_scaler=scaler,
             loss_fn=LOSS,
         )

@@ -628,6 +628,16 @@ def test_local_says_once_that_frequencies_have_no_effect_and_warns_where_some_we
     assert not any("meet every" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize(("first", "num"), [("local", 1), ("average", 0)])
+def test_a_warm_up_that_is_over_before_members_meet_is_warned_of(first, num, caplog):
+    strategy = {0: first, 1: "local", 2: "average"}
+    ours = offbeat.AsyncTrainer(model(), 1, warm_up_sync_frequency=2, strategy=strategy, process_group=False)
+    train(ours, optim.SGD(lr=0.1), epochs=3)
+    said = [line for line in caplog.messages if "the warm-up is over before" in line]
+    assert len(said) == num
+    assert all("(warm_up_epochs=1, warm_up_sync_frequency=2): warm_up_epochs counts" in line for line in said)
+
+
 @pytest.mark.parametrize("when", ["in mid-run", "between two"])
 def test_frequencies_that_had_effect_before_local_was_set_are_not_said_to_have_none(when, caplog):
     class Leaves:
