@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Keeper",
     "Watcher",
-    "act_on_gradients",
+    "act_on_updates",
     "admits",
     "has_dropped",
     "is_lost",
@@ -50,7 +50,7 @@ class Watcher(Protocol):
     """Hears of a module's training, on the thread that trains.
 
     Attributes:
-        acts_on_gradients: By what settings it may scale or drop gradients, or change their update's rate, as
+        acts_on_updates: By what settings it may scale or drop gradients, or change their update's rate, as
             JSON can have them; empty where it does none of that.
         parts_members: Why it must not be where members share their updates, in words for who made it; empty
             where it may.
@@ -58,7 +58,7 @@ class Watcher(Protocol):
         is_lost: Whether parameters are not finite, as far as it has seen.
     """
 
-    acts_on_gradients: Sequence[object]
+    acts_on_updates: Sequence[object]
     parts_members: str
     has_dropped: bool
 
@@ -202,9 +202,9 @@ def is_lost(module: "nn.Module") -> bool:
     return any(watcher.is_lost for watcher in _watchers.of(module))
 
 
-def act_on_gradients(module: "nn.Module") -> list[Sequence[object]]:
+def act_on_updates(module: "nn.Module") -> list[Sequence[object]]:
     """Tell by what settings a module's watchers may change its updates, in an order of its own."""
-    return sorted((w.acts_on_gradients for w in _watchers.of(module) if w.acts_on_gradients), key=repr)
+    return sorted((w.acts_on_updates for w in _watchers.of(module) if w.acts_on_updates), key=repr)
 
 
 def part_members(module: "nn.Module") -> list[str]:

@@ -708,7 +708,7 @@ class AsyncGradientAccumulator:
             "updates": self.updates,
             "accumulation_steps": self.accumulation_steps if self._meter else None,
             "scale of grad_scaler": self._scaler.scale,
-            "what monitors do": [] if self._members.size == 1 else trained_by.act_on_gradients(self.model),
+            "what monitors do": [] if self._members.size == 1 else trained_by.act_on_updates(self.model),
         }
 
     def _rates(self) -> list[float] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -42,10 +42,7 @@ class BufferSnapshot:
 
     Where one is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
     afterwards; where it began as None, as the state of a recurrent net may, it is None again. What was not
-    there before stays, as what made it does not know that it would be gone. So does a buffer that is no part
-    of the module's state (``persistent=False``) and got a size, or another one: a cache that was made or
-    grew, of which the module may have noted elsewhere how far. One that has gone to another device since, as
-    all of a module's may, gets the values there.
+    there before stays, as what made it does not know that it would be gone.
     """
 
     def __init__(self, module: nn.Module, *, are_few: bool = False) -> None:
@@ -64,9 +61,10 @@ class BufferSnapshot:
         """Take it once more, in the same memory as far as that fits."""
         parts = self._module.named_modules()
         # A traced one has none here.
-        places = [(prefix, part, vars(part).get("_buffers", {})) for prefix, part in parts]
         self._held = [
-            (prefix, place, dict(place), getattr(part, _CACHES, ())) for prefix, part, place in places
+            _Held(prefix, place, dict(place), vars(part)[_CACHES])
+            for prefix, part in parts
+            if (place := vars(part).get("_buffers"))
         ]
         buffers = self._now()
         copied = few(self._module, buffers) if self._are_few else buffers
@@ -76,27 +74,38 @@ class BufferSnapshot:
                 value = memory.get(name)
                 self._values[name] = value.copy_(buffer) if fits(value, buffer) else buffer.clone()
 
-    def broken(self) -> set[str]:
-        """Name the buffers that are not finite, and were, or were not there."""
-        return {
-            name
-            for name, buffer in self._now().items()
-            if not bool(buffer.isfinite().all()) and self._was_finite(name)
-        }
+    def put_back(self) -> None:
+        """Let the module have all again, where nobody else has assigned any since.
 
-    def put_back(self, names: Collection[str] | None = None) -> None:
-        """Let the module have them again.
-
-        Args:
-            names: Only these; None: all.
+        But for one that is no part of its state (``persistent=False``) and got a size, or another one: a
+        cache that was made or grew, of which the module may have noted elsewhere how far.
         """
-        for prefix, place, held, caches in self._held:
-            for key, buffer in held.items():
-                now, is_wanted = place.get(key), names is None or f"{prefix}.{key}".lstrip(".") in names
-                is_cache = key in caches and _has_resized(buffer, now)
-                if is_wanted and not is_cache and not _has_moved(buffer, now):
-                    place[key] = buffer
-        put_values({n: v for n, v in self._values.items() if names is None or n in names}, self._now())
+        for held in self._held:
+            for key, buffer in held.buffers.items():
+                if key not in held.caches or not _has_resized(buffer, held.place.get(key)):
+                    held.place[key] = buffer
+        put_values(self._values, self._now())
+
+    def put_back_broken(self) -> None:
+        """Let it have those again that are not finite, and were, or were None."""
+        now = self._now()
+        broken = {n for n, b in now.items() if not bool(b.isfinite().all()) and self._was_finite(n)}
+        for held in self._held:
+            for key, buffer in held.buffers.items():
+                # What has gone to another device or dtype, as a whole module may, stays, and gets values.
+                if held.name(key) in broken and not _has_moved(buffer, held.place[key]):
+                    held.place[key] = buffer
+        put_values({name: value for name, value in self._values.items() if name in broken}, self._now())
+
+    def put_back_in_place(self) -> None:
+        """Let those that are the same tensors hold what they held: what was assigned may be a user's."""
+        same = {
+            held.name(key)
+            for held in self._held
+            for key, buffer in held.buffers.items()
+            if buffer is not None and held.place.get(key) is buffer
+        }
+        put_values({name: value for name, value in self._values.items() if name in same}, self._now())
 
     def _was_finite(self, name: str) -> bool:
         value = self._values.get(name)
@@ -104,6 +113,18 @@ class BufferSnapshot:
 
     def _now(self) -> dict[str, torch.Tensor]:
         return {name: b.detach() for name, b in self._module.named_buffers() if _has_values(b)}
+
+
+class _Held(NamedTuple):
+    """What a part of a module has, where it keeps that, and of which it is no part of the state."""
+
+    prefix: str
+    place: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor | None]
+    caches: Collection[str]
+
+    def name(self, key: str) -> str:
+        return f"{self.prefix}.{key}" if self.prefix else key
 
 
 @contextmanager
@@ -138,7 +159,7 @@ def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
 
 
 def _has_moved(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    return then is not None and now is not None and then.device != now.device
+    return then is not None and now is not None and (then.device, then.dtype) != (now.device, now.dtype)
 
 
 def fits(memory: torch.Tensor | None, buffer: torch.Tensor) -> TypeGuard[torch.Tensor]:

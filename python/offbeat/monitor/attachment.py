@@ -32,14 +32,14 @@ class Attachment:
 
     Attributes:
         gradients: The model's.
-        acts_on_gradients: By what settings the monitor may change an update; empty where it may not.
+        acts_on_updates: By what settings the monitor may change an update; empty where it may not.
         parts_members: Why its members would part where they share updates; empty where they would not.
         has_dropped: Whether it dropped those of the batch whose loss it heard last.
         keeps_for: The class whose state it gives, as a user knows it.
     """
 
     keeps_for = "AsyncTrainingMonitor"
-    acts_on_gradients: Sequence[object] = ()
+    acts_on_updates: Sequence[object] = ()
     parts_members = ""
     has_dropped = False
 

@@ -147,8 +147,8 @@ class Gradients:
         if [p.shape for p in before] != [p.shape for p in now]:
             return None
         pairs = zip(now, before, strict=True)
-        change = _norm([torch.linalg.vector_norm(a - b, dtype=torch.float32) for a, b in pairs])
-        whole = _norm([torch.linalg.vector_norm(b, dtype=torch.float32) for b in before])
+        change = _norm([_norm_of_one(a - b) for a, b in pairs])
+        whole = _norm([_norm_of_one(b) for b in before])
         return change / whole if whole else None
 
     def resume(self, ratio_since: float | None) -> None:
@@ -188,10 +188,13 @@ class Gradients:
     def restore_buffers(self) -> None:
         """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages.
 
-        Before any step was used, only what it broke: the others may have been loaded since they were kept.
+        What it assigned goes back where it is broken: a user may have assigned, too, as pruning does. Before
+        any step was used that is all: the others may have been loaded since they were kept.
         """
         if self._buffers is not None:
-            self._buffers.put_back(self._buffers.broken() if self._are_at_first else None)
+            self._buffers.put_back_broken()
+            if not self._are_at_first:
+                self._buffers.put_back_in_place()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.
@@ -252,8 +255,13 @@ def _norm_of(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
-    # Of float16 the squares are soon infinite.
-    return cast(torch.Tensor, torch.linalg.vector_norm(_values(gradient), dtype=torch.float32))
+    return _norm_of_one(_values(gradient))
+
+
+def _norm_of_one(tensor: torch.Tensor) -> torch.Tensor:
+    """Give it in float32 where the squares would soon be infinite, or lose all, in the tensor's own dtype."""
+    dtype = torch.float32 if tensor.is_floating_point() and tensor.itemsize < torch.float32.itemsize else None
+    return cast(torch.Tensor, torch.linalg.vector_norm(tensor, dtype=dtype))
 
 
 def _norm(norms: list[torch.Tensor]) -> float:

@@ -205,7 +205,7 @@ class AsyncTrainingMonitor:
             self._attachment.parts_members = settings.parts_members
             if settings.act_on_updates:  # as all of these say
                 numbers = [float(alert_threshold), warm_up, patience, quiet_steps, float(lr_factor)]
-                self._attachment.acts_on_gradients = [*settings.names, *settings.metrics, *numbers]
+                self._attachment.acts_on_updates = [*settings.names, *settings.metrics, *numbers]
 
     # ------------------------------------------------------------------ what users call
 

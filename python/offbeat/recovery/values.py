@@ -1,6 +1,6 @@
 """What a module holds: compared with a checkpoint's, and brought back as it was."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -31,13 +31,18 @@ def fill(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             device = next((t.device for t in own.values()), tensor.device)
             if part is not None and key in vars(part).get("_buffers", {}):  # which began as None
                 setattr(part, key, tensor.to(device, copy=True))
-            elif part is not None and not hasattr(part, key):  # which a forward registers
+            elif is_plain(part) and not hasattr(part, key):  # which a forward registers
                 part.register_buffer(key, tensor.to(device, copy=True), persistent=False)
         elif held.shape == tensor.shape and held.dtype == tensor.dtype and not is_overlapping(held):
             with torch.no_grad():
                 held.copy_(tensor)
         else:  # as of a table that has grown
             setattr(module.get_submodule(owner), key, tensor.to(held.device))
+
+
+def is_plain(part: nn.Module | None) -> TypeGuard[nn.Module]:
+    """Whether it is a module that takes another buffer beside its state, as a scripted one does not."""
+    return part is not None and not isinstance(part, torch.jit.ScriptModule)
 
 
 def is_overlapping(tensor: torch.Tensor) -> bool:

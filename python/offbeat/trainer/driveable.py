@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from offbeat import trained_by
 from offbeat.averaging.methods import Method
 from offbeat.checks import Faults, refuse
 from offbeat.history import History
@@ -166,6 +167,7 @@ class Driveable:
         chosen = kept.trial()
         live = faults.catch(lambda: chosen.use(optimizer)) if is_needed else None
         faults += faults_of_scheduler(*asked)
+        faults += trained_by.part_members(workshop.model) if self._places.share_updates(kinds) else []
         scheduling = None
         with as_it_was_if_refused(live):
             if len(faults) == num_others:

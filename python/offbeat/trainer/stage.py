@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from offbeat import log, trained_by
+from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
 from offbeat.averaging.methods import Method
-from offbeat.checks import refuse
 from offbeat.errors import OtherTermsError, StateError
 from offbeat.trainer.accumulated import Accumulated
 from offbeat.trainer.next import next_of
@@ -42,16 +41,7 @@ class Stage:
         self._epoch = 0
 
     def begin(self) -> None:
-        """Let what is at work begin again, with the optimizer there is by now.
-
-        Raises:
-            ConfigError: If members will share updates, and a monitor here would let them part.
-        """
-        kinds = [
-            kind_at(self.schedule, epoch) for epoch in {self._epoch, *self.schedule} if epoch >= self._epoch
-        ]
-        if self._workshop.places.share_updates(kinds):
-            refuse(trained_by.part_members(self._workshop.model))
+        """Let what is at work begin again, with the optimizer there is by now."""
         self.used, self.epoch_at_work = [], None
         if self.strategy is not None and self._kind is not None:
             self.used.append(shown_kind(self._kind))
@@ -212,16 +202,15 @@ class Stage:
     def _tell_of_nothing_to_meet(self) -> None:
         """Say what of the frequencies has no effect as strategy "local" is about to train alone."""
         no_effect = 'strategy "local" trains alone: the frequencies of meeting others have no effect'
-        given, warm_up_epochs = self.syncs.given(), range(self.syncs.warm_up_epochs)
-        of_warm_up = [name for name in given if name.startswith("warm_up")]
+        given, warm_up = self.syncs.given(), range(self.syncs.warm_up_epochs)
+        meets_nobody = bool(warm_up) and all(kind_at(self.schedule, epoch) == "local" for epoch in warm_up)
         if given and not self.used and all(other == "local" for other in self.schedule.values()):
             log.warn(
                 f"{no_effect} ({', '.join(given)}): leave them out, or take a strategy that meets others, as "
                 f'"average" does'
             )
-        elif (
-            not self.used and of_warm_up and all(kind_at(self.schedule, n) == "local" for n in warm_up_epochs)
-        ):
+        elif meets_nobody and not self.used:
+            of_warm_up = [name for name in given if name.startswith("warm_up")]
             log.warn(
                 f'the warm-up is over before strategy "local" is, which meets nobody, and so has no effect '
                 f"({', '.join(of_warm_up)}): warm_up_epochs counts from the first epoch of all; give more of "

@@ -242,6 +242,23 @@ def test_of_an_accumulator_each_update_is_measured_once_and_each_loss(size):
     assert len(expected) == 6 // size
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_of_each_dtype_what_is_measured_is_the_norm(dtype):
+    trained = nn.Linear(3, 2, dtype=dtype)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with AsyncTrainingMonitor(trained, MEASURED) as monitor:
+        expected = []
+        for number in range(3):
+            optimizer.zero_grad()
+            trained(torch.full((4, 3), 1.0 + number, dtype=dtype)).abs().square().sum().backward()
+            squares = (p.grad.abs().double().square().sum() for p in trained.parameters())
+            expected.append(math.sqrt(sum(map(float, squares))))
+            optimizer.step()
+    assert seen(monitor, "gradient_norm") == pytest.approx(expected, rel=1e-3)
+    assert seen(monitor, "non_finite") == [0.0] * 3
+    assert all(0 < ratio < 10 for ratio in seen(monitor, "update_ratio"))
+
+
 # ------------------------------------------------------------------------------------------- dropping
 
 
@@ -266,12 +283,12 @@ def test_a_step_that_is_dropped_changes_no_parameter_no_buffer_and_no_state(stra
 class Buffered(nn.Module):
     """Its buffers are assigned, begin as None, grow, are expanded, and were made in inference mode."""
 
-    def __init__(self):
+    def __init__(self, persistent):
         super().__init__()
         self.last = nn.Linear(4, 2)
-        self.register_buffer("scale", torch.ones(()))
-        self.register_buffer("mean", None)
-        self.register_buffer("bank", torch.zeros(0, 4))
+        self.register_buffer("scale", torch.ones(()), persistent=persistent)
+        self.register_buffer("mean", None, persistent=persistent)
+        self.register_buffer("bank", torch.zeros(0, 4), persistent=persistent)
         self.register_buffer("once", torch.ones(1).expand(4))
         with torch.inference_mode():
             self.register_buffer("lent", torch.ones(4))
@@ -281,18 +298,18 @@ class Buffered(nn.Module):
         self.scale = 0.9 * self.scale + 0.1 * now.abs().mean()
         self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
         self.bank = torch.cat([self.bank, now[None]])
-        return self.last(
-            inputs * self.once.clone() * self.lent.clone() / self.scale + self.bank.sum(0) * self.mean
-        )
+        scaled = inputs * self.once.clone() * self.lent.clone() / self.scale
+        return self.last(scaled + self.bank.sum(0) * self.mean)
 
 
+@pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("dropped", [0, 4])
-def test_a_step_that_is_dropped_leaves_no_buffer_another_one_whatever_it_is(dropped):
+def test_a_batch_that_is_not_finite_leaves_no_buffer_another_one_whatever_it_is(dropped, persistent):
     """The same batches without that one come to the same bits."""
 
     def trained(numbers):
         torch.manual_seed(0)
-        model = Buffered()
+        model = Buffered(persistent)
         with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
             for number in numbers:
                 x, y = batch(number)
@@ -300,7 +317,7 @@ def test_a_step_that_is_dropped_leaves_no_buffer_another_one_whatever_it_is(drop
                 model.zero_grad()
                 functional.cross_entropy(model(x), y).backward()
                 sgd(model).step()
-        return monitor.report().num_dropped, model.state_dict()
+        return monitor.report().num_dropped, dict(model.named_buffers()) | dict(model.named_parameters())
 
     others = [number for number in range(8) if number != dropped]
     (num_dropped, found), (none, expected) = trained(range(8)), trained(others)
@@ -308,6 +325,31 @@ def test_a_step_that_is_dropped_leaves_no_buffer_another_one_whatever_it_is(drop
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_what_a_user_has_assigned_or_converted_between_two_steps_stays_when_the_next_is_dropped(num_before):
+    model = normed()
+    model.register_buffer("mask", torch.ones(4))
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+
+        def trained(number, factor=1.0):
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model((x * factor * model.mask).to(model[0].weight.dtype)), y).backward()
+            sgd(model).step()
+
+        for number in range(num_before):
+            trained(number)
+        model.mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+        model.bfloat16()
+        trained(7, math.nan)
+        assert monitor.report().num_dropped == 1
+        assert model.mask.tolist() == [1.0, 0.0, 1.0, 0.0]
+        assert {b.dtype for b in model.buffers() if b.is_floating_point()} == {torch.bfloat16}
+        assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
+        trained(8)
+        assert monitor.report().num_dropped == 1
 
 
 def test_a_first_step_that_is_dropped_breaks_no_buffer_and_leaves_what_was_loaded():
