@@ -1,5 +1,6 @@
 """A module's buffers: which of them are worth copies, and how they get back what they held."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, TypeGuard
@@ -59,14 +60,14 @@ class BufferSnapshot:
 
     def renew(self) -> None:
         """Take it once more, in the same memory as far as that fits."""
-        parts = self._module.named_modules()
-        # A traced one has none here.
+        # A scripted or traced part has none that can be assigned from here.
         self._held = [
             _Held(prefix, place, dict(place), vars(part)[_CACHES])
-            for prefix, part in parts
-            if (place := vars(part).get("_buffers"))
+            for prefix, part in self._module.named_modules()
+            if (place := vars(part).get("_buffers")) and isinstance(place, dict)
         ]
-        buffers = self._now()
+        self._tensors = dict(self._module.named_buffers())
+        buffers = _with_values(self._tensors)
         copied = few(self._module, buffers) if self._are_few else buffers
         memory, self._values = self._values, {}
         with torch.inference_mode():
@@ -75,7 +76,7 @@ class BufferSnapshot:
                 self._values[name] = value.copy_(buffer) if fits(value, buffer) else buffer.clone()
 
     def put_back(self) -> None:
-        """Let the module have all again, where nobody else has assigned any since.
+        """Let the module have all again.
 
         But for one that is no part of its state (``persistent=False``) and got a size, or another one: a
         cache that was made or grew, of which the module may have noted elsewhere how far.
@@ -84,35 +85,38 @@ class BufferSnapshot:
             for key, buffer in held.buffers.items():
                 if key not in held.caches or not _has_resized(buffer, held.place.get(key)):
                     held.place[key] = buffer
-        put_values(self._values, self._now())
+        put_values(self._values, _with_values(dict(self._module.named_buffers())))
 
     def put_back_broken(self) -> None:
-        """Let it have those again that are not finite, and were, or were None."""
-        now = self._now()
-        broken = {n for n, b in now.items() if not bool(b.isfinite().all()) and self._was_finite(n)}
+        """Let it have those again that were finite, or None, and are broken.
+
+        Of one that was assigned that is where it has NaN or +infinity: -infinity is what masks are made of.
+        """
+        now = dict(self._module.named_buffers())
+        broken = {name for name, b in _with_values(now).items() if self._is_broken(name, now[name], b)}
         for held in self._held:
             for key, buffer in held.buffers.items():
-                # What has gone to another device or dtype, as a whole module may, stays, and gets values.
-                if held.name(key) in broken and not _has_moved(buffer, held.place[key]):
-                    held.place[key] = buffer
-        put_values({name: value for name, value in self._values.items() if name in broken}, self._now())
+                if held.name(key) in broken:
+                    held.place[key] = _as_is(buffer, now[held.name(key)])
+        values = {name: value for name, value in self._values.items() if name in broken}
+        put_values(values, _with_values(dict(self._module.named_buffers())))
 
-    def put_back_in_place(self) -> None:
-        """Let those that are the same tensors hold what they held: what was assigned may be a user's."""
-        same = {
-            held.name(key)
-            for held in self._held
-            for key, buffer in held.buffers.items()
-            if buffer is not None and held.place.get(key) is buffer
-        }
-        put_values({name: value for name, value in self._values.items() if name in same}, self._now())
+    def put_back_written(self) -> None:
+        """Let those that are the same tensors hold what they held.
 
-    def _was_finite(self, name: str) -> bool:
-        value = self._values.get(name)
-        return value is None or bool(value.isfinite().all())
+        What has been assigned in their place stays, as a user may have done that, or converted the module.
+        """
+        now = dict(self._module.named_buffers())
+        written = {name for name, buffer in now.items() if buffer is self._tensors.get(name)}
+        put_values({n: v for n, v in self._values.items() if n in written}, _with_values(now))
 
-    def _now(self) -> dict[str, torch.Tensor]:
-        return {name: b.detach() for name, b in self._module.named_buffers() if _has_values(b)}
+    def _is_broken(self, name: str, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        then = self._values.get(name)
+        if then is not None and not bool(then.isfinite().all()):
+            return False
+        if tensor is self._tensors.get(name) or values.is_complex():
+            return not bool(values.isfinite().all())
+        return bool((values.isnan() | (values == math.inf)).any())
 
 
 class _Held(NamedTuple):
@@ -146,9 +150,13 @@ _CACHES = "_non_persistent_buffers_set"
 """Where torch keeps the names of a module's buffers that are no part of its state."""
 
 
+def _with_values(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give those that have numbers of their own to be copied, one after another."""
+    return {name: buffer.detach() for name, buffer in buffers.items() if _has_values(buffer)}
+
+
 def _has_values(buffer: torch.Tensor) -> bool:
-    """Whether it has numbers of its own to be copied, one after another."""
-    is_plain = buffer.layout is torch.strided and not buffer.is_nested
+    is_plain = buffer.layout is torch.strided and not buffer.is_nested and not buffer.is_quantized
     return not is_lazy(buffer) and is_plain and not buffer.is_meta
 
 
@@ -158,8 +166,11 @@ def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     return then is None or (not is_lazy(then) and now.shape != then.shape)
 
 
-def _has_moved(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    return then is not None and now is not None and (then.device, then.dtype) != (now.device, now.dtype)
+def _as_is(then: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor | None:
+    """Give what there was, on the device and in the dtype of what there is; its values are to be written."""
+    if then is None or (then.device, then.dtype) == (now.device, now.dtype):
+        return then
+    return now if then.shape == now.shape else then.to(now.device, now.dtype, copy=True)
 
 
 def fits(memory: torch.Tensor | None, buffer: torch.Tensor) -> TypeGuard[torch.Tensor]:

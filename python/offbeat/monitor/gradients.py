@@ -146,9 +146,9 @@ class Gradients:
             return self._ratio_since
         if [p.shape for p in before] != [p.shape for p in now]:
             return None
-        pairs = zip(now, before, strict=True)
+        pairs = [(a, b) for a, b in zip(now, before, strict=True) if _is_measurable(a)]
         change = _norm([_norm_of_one(a - b) for a, b in pairs])
-        whole = _norm([_norm_of_one(b) for b in before])
+        whole = _norm([_norm_of_one(b) for _, b in pairs])
         return change / whole if whole else None
 
     def resume(self, ratio_since: float | None) -> None:
@@ -194,7 +194,7 @@ class Gradients:
         if self._buffers is not None:
             self._buffers.put_back_broken()
             if not self._are_at_first:
-                self._buffers.put_back_in_place()
+                self._buffers.put_back_written()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.
@@ -256,6 +256,11 @@ def _norm_of(parameter: torch.Tensor) -> torch.Tensor:
     if gradient is None:
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
     return _norm_of_one(_values(gradient))
+
+
+def _is_measurable(tensor: torch.Tensor) -> bool:
+    """Whether it has a norm: not what frozen, quantized weights are stored in."""
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
 def _norm_of_one(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from offbeat import log
 from offbeat.module.table import unwrap
-from offbeat.recovery.values import is_overlapping, of_tensors
+from offbeat.recovery.values import is_overlapping, is_plain, of_tensors
 
 __all__ = ["Holder", "holder_of_loss"]
 
@@ -121,9 +121,10 @@ class Holder:
         """Whether a forward could register a buffer of this name."""
         owner, _, key = name.rpartition(".")
         try:
-            return not hasattr(unwrap(self._module).get_submodule(owner), key)
+            part = unwrap(self._module).get_submodule(owner)
         except AttributeError:
             return False
+        return is_plain(part) and not hasattr(part, key)
 
     def _places(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
         """Go through (name, module, key, buffer); a traced module shows none here."""

@@ -9,6 +9,7 @@ __all__ = [
     "WithMetadata",
     "fill",
     "is_overlapping",
+    "is_plain",
     "of_tensors",
     "unlisted",
 ]

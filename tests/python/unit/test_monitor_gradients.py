@@ -327,6 +327,109 @@ def test_a_batch_that_is_not_finite_leaves_no_buffer_another_one_whatever_it_is(
         assert torch.equal(found[name], value), name
 
 
+class Accumulates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        self.total.add_(inputs.detach().mean(0))
+        return self.last(inputs)
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1e4])
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize(
+    "made",
+    [torch.jit.script, lambda m: torch.jit.trace(m, torch.zeros(2, 4)), nn.Sequential],
+    ids=["scripted", "traced", "plain"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_of_a_scripted_or_traced_model_a_dropped_batch_leaves_nothing_either(made, num_before, factor):
+    model = made(Accumulates())
+    given = {"remediation_strategy": "reject", "warm_up": 2}
+    with AsyncTrainingMonitor(model, ["gradient_norm", "non_finite"], **given) as monitor:
+        for number in range(num_before + 1):
+            before = [buffer.clone() for buffer in model.buffers()]
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model(x * (factor if number == num_before else 1.0)), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == (not (num_before == 0 and math.isfinite(factor)))
+    if monitor.report().num_dropped:
+        assert all(map(torch.equal, model.buffers(), before))
+
+
+class Masked(nn.Module):
+    """Makes a causal mask as large as it is asked for, and notes how large that is."""
+
+    def __init__(self, begin):
+        super().__init__()
+        self.last, self.most = nn.Linear(4, 2), 0 if begin is None else len(begin)
+        self.register_buffer("mask", begin, persistent=False)
+
+    def forward(self, inputs):
+        if (size := len(inputs)) > self.most:
+            self.mask, self.most = torch.full((size, size), -math.inf).triu(1), size
+        return self.last((inputs @ inputs.T + self.mask[:size, :size]).softmax(1) @ inputs)
+
+
+@pytest.mark.parametrize("begin", [None, torch.zeros(1, 1)], ids=["none", "small"])
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_mask_that_a_dropped_batch_has_made_stays(num_before, begin):
+    model = Masked(begin)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(num_before + 1):
+            x, y = batch(number, samples=4 + number)
+            model.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            (loss * (math.nan if number == num_before else 1.0)).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    expected = torch.full((4 + num_before,) * 2, -math.inf).triu(1)
+    assert torch.equal(model.mask, expected)
+
+
+class Recurs(nn.Module):
+    """Keeps a state as large as its batch, in the dtype of autocast."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(1, 4), persistent=persistent)
+
+    def forward(self, inputs):
+        outputs = self.cell(inputs + self.state)
+        self.state = outputs.detach()
+        return outputs
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_state_of_another_size_and_dtype_that_is_not_finite_goes_back(persistent):
+    model = Recurs(persistent)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(4):
+            x, y = batch(number)
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = functional.cross_entropy(model(x * (math.nan if number == 0 else 1.0)), y)
+            loss.backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert bool(model.state.isfinite().all())
+
+
+def test_of_frozen_weights_that_are_quantized_no_norm_is_asked():
+    model = net()
+    model.table = nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+    with AsyncTrainingMonitor(model, MEASURED) as monitor:
+        for number in range(3):
+            loss_of(model, number).backward()
+            sgd(model).step()
+    assert all(0 < ratio < 1 for ratio in seen(monitor, "update_ratio"))
+
+
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_what_a_user_has_assigned_or_converted_between_two_steps_stays_when_the_next_is_dropped(num_before):
     model = normed()
