@@ -13,9 +13,9 @@ from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.local import of_loss
-from offbeat.recovery.trainee import Scheduler, SchedulerInterval, Stepped, Trainee
+from offbeat.recovery.trainee import Scheduler, Stepped, Trainee
 from offbeat.recovery.values import fill, of_tensors, unlisted
-from offbeat.trainer.scheduling import step_by
+from offbeat.trainer.scheduling import Interval, step_by
 from offbeat.worker import AsyncWorker
 
 __all__ = ["Joined"]
@@ -50,7 +50,7 @@ class Joined(Trainee):
         live = worker.live_optimizer
         self._settings = [] if live is None else [settings_of(group) for group in live.param_groups]
 
-    def follow(self, scheduler: Scheduler | None, when: SchedulerInterval, meter: Mean | None) -> None:
+    def follow(self, scheduler: Scheduler | None, when: Interval, meter: Mean | None) -> None:
         """Let a scheduler move the live optimizer's learning rate, by a meter if it goes by that."""
         self._scheduler, self._per_step, self._scheduler_meter = scheduler, when == "step", meter
 

@@ -20,9 +20,9 @@ from offbeat.local.saved import (
 from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.recovery.buffers import Holder, holder_of_loss
-from offbeat.recovery.trainee import Scheduler, SchedulerInterval, Stepped, Trainee
+from offbeat.recovery.trainee import Scheduler, Stepped, Trainee
 from offbeat.recovery.values import WithMetadata, fill, unlisted
-from offbeat.trainer.scheduling import step_by
+from offbeat.trainer.scheduling import Interval, step_by
 
 __all__ = ["Local", "of_buffers", "of_loss"]
 
@@ -45,7 +45,7 @@ class Local(Trainee):
         reduction: LossReduction,
         device: torch.device,
         scheduler: Scheduler | None,
-        scheduler_interval: SchedulerInterval,
+        scheduler_interval: Interval,
         scheduler_meter: Mean | None,
         scaler: "torch.amp.GradScaler | None",
         holder: Holder,

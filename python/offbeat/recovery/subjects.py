@@ -22,8 +22,9 @@ from offbeat.recovery.buffers import Holder
 from offbeat.recovery.driven import Trained
 from offbeat.recovery.joined import Joined
 from offbeat.recovery.local import Local
-from offbeat.recovery.trainee import Scheduler, SchedulerInterval, Trainee
+from offbeat.recovery.trainee import Scheduler, Trainee
 from offbeat.trainer import AsyncTrainer
+from offbeat.trainer.scheduling import Interval
 from offbeat.worker import AsyncWorker
 
 __all__ = ["Asked", "Subject", "subject_of"]
@@ -60,7 +61,7 @@ class Asked:
     optimizer: object
     loss_fn: LossFunction
     scheduler: object
-    scheduler_interval: SchedulerInterval
+    scheduler_interval: Interval
     scheduler_metric: Metric | None
     is_validated: bool
     scaler: "torch.amp.GradScaler | None"
@@ -271,7 +272,7 @@ class _Trainer(_Ordered):
             optimizer=asked.optimizer,
             loss_fn=asked.loss_fn,
             scheduler=cast(Any, asked.scheduler),
-            scheduler_interval=cast(Any, asked.scheduler_interval),
+            scheduler_interval=asked.scheduler_interval,
             scheduler_metric=asked.scheduler_metric,
             is_validated=asked.is_validated,
             stop=asked.stop,

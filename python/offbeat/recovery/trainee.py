@@ -16,10 +16,7 @@ from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
 from offbeat.recovery.values import of_tensors
 
-__all__ = ["GoesBack", "Scheduler", "SchedulerInterval", "Stepped", "Trainee"]
-
-SchedulerInterval = str
-"""When a scheduler steps: after each "epoch" or each "step"."""
+__all__ = ["GoesBack", "Scheduler", "Stepped", "Trainee"]
 
 
 class Scheduler(Protocol):

@@ -38,9 +38,10 @@ from offbeat.recovery.run import Again, Plan, Run, taken_apart
 from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
-from offbeat.recovery.trainee import GoesBack, Scheduler, SchedulerInterval, Trainee
+from offbeat.recovery.trainee import GoesBack, Scheduler, Trainee
 from offbeat.termination import noting_signals
 from offbeat.trainer.alone import one_at_a_time
+from offbeat.trainer.scheduling import Interval
 from offbeat.trainer.validation import Validation
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class FaultTolerantTrainer:
         optimizer: object = None,
         loss_fn: LossFunction,
         scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
-        scheduler_interval: SchedulerInterval = "epoch",
+        scheduler_interval: Interval = "epoch",
         scheduler_metric: Metric | None = None,
         grad_scaler: "torch.amp.GradScaler | None" = None,
         batch_size: int | None = None,
