@@ -85,21 +85,30 @@ class BufferSnapshot:
             for key, buffer in held.buffers.items():
                 if key not in held.caches or not _has_resized(buffer, held.place.get(key)):
                     held.place[key] = buffer
-        put_values(self._values, _with_values(dict(self._module.named_buffers())))
+        self._write(self._values, resized=self._values.keys() - self._caches())
 
     def put_back_broken(self) -> None:
-        """Let it have those again that were finite, or None, and are broken.
+        """Let it have those again that are broken: with numbers not finite that were finite, or not there.
 
-        Of one that was assigned that is where it has NaN or +infinity: -infinity is what masks are made of.
+        But for -infinity in what may be a mask: where all that is finite is 0, where there was -infinity
+        before, and in a cache (``persistent=False``) that was made or got another size. With one that is
+        broken those of the same part go back that held no number yet: the two ends of a range are one.
         """
         now = dict(self._module.named_buffers())
-        broken = {name for name, b in _with_values(now).items() if self._is_broken(name, now[name], b)}
+        caches = self._caches()
+        broken = {
+            name
+            for name, values in _with_values(now).items()
+            if self._is_broken(name, now[name], values, is_cache=name in caches)
+        }
+        parts = {_part(name) for name in broken}
+        others = {n: then for n, then in self._values.items() if _part(n) in parts and n not in caches}
+        broken |= {name for name, then in others.items() if not bool(then.isfinite().any())}
         for held in self._held:
             for key, buffer in held.buffers.items():
-                if held.name(key) in broken:
+                if held.name(key) in broken and held.name(key) in now:
                     held.place[key] = _as_is(buffer, now[held.name(key)])
-        values = {name: value for name, value in self._values.items() if name in broken}
-        put_values(values, _with_values(dict(self._module.named_buffers())))
+        self._write(broken, resized=broken)
 
     def put_back_written(self) -> None:
         """Let those that are the same tensors hold what they held.
@@ -108,15 +117,32 @@ class BufferSnapshot:
         """
         now = dict(self._module.named_buffers())
         written = {name for name, buffer in now.items() if buffer is self._tensors.get(name)}
-        put_values({n: v for n, v in self._values.items() if n in written}, _with_values(now))
+        self._write(written, resized=written - self._caches())
 
-    def _is_broken(self, name: str, tensor: torch.Tensor, values: torch.Tensor) -> bool:
-        then = self._values.get(name)
-        if then is not None and not bool(then.isfinite().all()):
-            return False
-        if tensor is self._tensors.get(name) or values.is_complex():
-            return not bool(values.isfinite().all())
-        return bool((values.isnan() | (values == math.inf)).any())
+    def _caches(self) -> set[str]:
+        return {held.name(key) for held in self._held for key in held.caches}
+
+    def _is_broken(self, name: str, now: torch.Tensor, values: torch.Tensor, *, is_cache: bool) -> bool:
+        then, is_same = self._values.get(name), now is self._tensors.get(name)
+        if then is None and is_same:
+            return False  # too many numbers to be kept (`few`)
+        broken = _no_more_finite(then, values)
+        if values.is_complex() or not bool(broken.any()):
+            return bool(broken.any())
+        is_made = is_cache and not is_same and (then is None or then.shape != values.shape)
+        if is_made or _may_be_mask(then, values):
+            broken &= values != -math.inf
+        return bool(broken.any())
+
+    def _write(self, names: Collection[str], *, resized: Collection[str]) -> None:
+        """Write what they held to these; to those of `resized` that were resized in place as well."""
+        now = dict(self._module.named_buffers())
+        values = {name: value for name, value in self._values.items() if name in names}
+        for name, value in values.items():
+            buffer = now.get(name)
+            if name in resized and buffer is self._tensors[name] and buffer.shape != value.shape:
+                buffer.resize_(value.shape)  # as an observer does with what it has seen of each channel
+        put_values(values, _with_values(now))
 
 
 class _Held(NamedTuple):
@@ -160,10 +186,31 @@ def _has_values(buffer: torch.Tensor) -> bool:
     return not is_lazy(buffer) and is_plain and not buffer.is_meta
 
 
+def _part(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     if now is None or now is then or is_lazy(now):
         return False
     return then is None or (not is_lazy(then) and now.shape != then.shape)
+
+
+def _no_more_finite(then: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """Mark the numbers that are NaN or infinite, but for those that were the same before."""
+    broken = ~values.isfinite()
+    if then is None or then.shape != values.shape:
+        return broken
+    there = then.to(values.device, values.dtype)
+    return broken & ~((values == there) | (values.isnan() & there.isnan()))
+
+
+def _may_be_mask(then: torch.Tensor | None, values: torch.Tensor) -> bool:
+    """Tell whether there was -infinity before, or all that is finite is 0."""
+    if then is not None and bool((then == -math.inf).any()):
+        return True
+    finite = values[values.isfinite()]
+    return finite.numel() > 0 and not bool(finite.any())
 
 
 def _as_is(then: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor | None:
@@ -195,7 +242,7 @@ def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
             if buffer is None or buffer.shape != value.shape:
                 continue
             there = value.to(buffer.device, buffer.dtype)
-            if torch.equal(buffer, there):
+            if bool((buffer == there).all()):  # torch.equal knows no float8
                 continue
             # An expanded one has fewer numbers than its shape says, and torch writes to none of them twice.
             each_once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())

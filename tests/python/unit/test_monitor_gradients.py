@@ -9,6 +9,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import (
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+)
 from torch.nn import functional
 
 from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, optim, trained_by
@@ -418,6 +424,93 @@ def test_a_state_of_another_size_and_dtype_that_is_not_finite_goes_back(persiste
             sgd(model).step()
         assert monitor.report().num_dropped == 1
     assert bool(model.state.isfinite().all())
+
+
+class Centred(nn.Module):
+    """Assigns a running mean, which begins as a size, as another one, or as None."""
+
+    def __init__(self, begin):
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("mean", begin)
+
+    def forward(self, inputs):
+        now = inputs.detach().mean(0)
+        self.mean = now if self.mean is None or len(self.mean) == 0 else 0.9 * self.mean + 0.1 * now
+        return self.last(inputs - self.mean)
+
+
+@pytest.mark.parametrize("factor", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize("begin", [None, torch.zeros(0), torch.zeros(4)], ids=["none", "empty", "zeros"])
+def test_a_statistic_goes_back_whatever_number_a_dropped_batch_drove_it_to(begin, num_before, factor):
+    model = Centred(begin)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(num_before + 4):
+            x, y = batch(number)
+            if number == num_before:
+                x[0, 1], before = x[0, 1].abs() * factor, model.mean
+            model.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            sgd(model).step()
+            if number == num_before:
+                assert model.mean is before
+        assert monitor.report().num_dropped == 1
+    assert bool(model.mean.isfinite().all())
+
+
+class Quantized(nn.Module):
+    """Quantizes what goes in by the range of what it has seen: of all, or of each channel."""
+
+    def __init__(self, observer):
+        super().__init__()
+        self.observer, self.last = observer, nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        self.observer(inputs.detach())
+        low, high = self.observer.min_val, self.observer.max_val
+        return self.last((inputs - low) / (high - low))
+
+
+@pytest.mark.parametrize("factor", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize(
+    "observer",
+    [
+        MinMaxObserver,
+        MovingAverageMinMaxObserver,
+        lambda: PerChannelMinMaxObserver(ch_axis=1),
+        lambda: MovingAveragePerChannelMinMaxObserver(ch_axis=1),
+    ],
+    ids=["all", "all moving", "channels", "channels moving"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_range_that_begins_as_infinite_or_empty_goes_back(observer, num_before, factor):
+    model = Quantized(observer())
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(num_before + 4):
+            x, y = batch(number)
+            before = copy.deepcopy(dict(model.named_buffers()))
+            if number == num_before:
+                x[0, 1] = x[0, 1].abs() * factor
+            model.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            sgd(model).step()
+            if number == num_before:
+                assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+        assert monitor.report().num_dropped == 1
+    assert all(bool(b.isfinite().all()) for b in model.buffers())
+
+
+def test_a_mask_that_was_loaded_before_the_first_step_stays_when_that_is_dropped():
+    model, mask = net(), torch.full((4, 4), -math.inf).triu(1)
+    model.register_buffer("mask", torch.zeros(4, 4))
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        model.load_state_dict(model.state_dict() | {"mask": mask})
+        (loss_of(model, 0) * math.nan).backward()
+        sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert torch.equal(model.mask, mask)
 
 
 def test_of_frozen_weights_that_are_quantized_no_norm_is_asked():
