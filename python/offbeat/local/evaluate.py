@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from offbeat.errors import ConfigError
 from offbeat.local.batches import count, loaded, moved, split
-from offbeat.local.buffers import same_buffers
+from offbeat.local.buffer_snapshot import same_buffers
 from offbeat.local.generators import Generators
 from offbeat.local.loss import LossFunction, LossReduction
 from offbeat.metrics import Meter, Metric, is_collection, meters

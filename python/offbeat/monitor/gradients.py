@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offbeat import log
-from offbeat.local.buffers import BufferSnapshot
+from offbeat.local.buffer_snapshot import BufferSnapshot
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -189,7 +189,7 @@ class Gradients:
         """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages.
 
         What it assigned goes back where it is broken: a user may have assigned, too, as pruning does. Before
-        any step was used that is all: the others may have been loaded since they were kept.
+        any step was used no part goes back that is whole: it may have been loaded since it was kept.
         """
         if self._buffers is not None:
             self._buffers.put_back_broken()

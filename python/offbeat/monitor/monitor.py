@@ -78,10 +78,11 @@ class AsyncTrainingMonitor:
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
-            buffers (before any step was used, what such a batch has made NaN or infinite is again what it was
-            when the monitor was made: load a model before that);
-            where none has passed for 100 steps it is warned of, and after 200 the range is learnt
-            anew. "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
+            buffers. (Before any step was used, a part of the model in which such a batch has made NaN or
+            infinities is again as it was when the monitor was made: load a model before that. And where you
+            assign a buffer between steps, such numbers in it are taken for the batch's.) Where no step has
+            passed for 100 it is warned of, and after 200 the range is learnt anew.
+            "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
             when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
             live optimizer's while it steps, beside any scheduler; a server's for all workers; not once more

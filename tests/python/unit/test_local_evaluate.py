@@ -10,7 +10,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from offbeat.errors import ConfigError
-from offbeat.local.buffers import FEW, same_buffers
+from offbeat.local.buffer_snapshot import same_buffers
+from offbeat.local.buffers import FEW
 from offbeat.local.evaluate import evaluate
 
 INPUTS, TARGETS = torch.eye(4), torch.tensor([0, 1, 2, 0])

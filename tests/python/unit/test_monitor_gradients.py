@@ -344,6 +344,34 @@ class Accumulates(nn.Module):
         return self.last(inputs)
 
 
+class Averages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(0))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        now = inputs.detach().mean(0)
+        self.mean = now if self.mean.numel() == 0 else 0.9 * self.mean + 0.1 * now
+        return self.last(inputs - self.mean)
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize("made", [torch.jit.script, nn.Sequential], ids=["scripted", "plain"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_what_a_scripted_model_assigns_goes_back_as_well(made, num_before):
+    model = made(Averages())
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(num_before + 1):
+            before = [buffer.clone() for buffer in model.buffers()]
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model(x * (math.nan if number == num_before else 1.0)), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert all(map(torch.equal, model.buffers(), before))
+
+
 @pytest.mark.parametrize("factor", [math.nan, 1e4])
 @pytest.mark.parametrize("num_before", [0, 3])
 @pytest.mark.parametrize(
@@ -367,24 +395,34 @@ def test_of_a_scripted_or_traced_model_a_dropped_batch_leaves_nothing_either(mad
         assert all(map(torch.equal, model.buffers(), before))
 
 
+def causal(size, slope):
+    """As in ALiBi (Press et al. 2022)."""
+    places = torch.arange(size)
+    return torch.full((size, size), -math.inf).triu(1) + slope * (places - places[:, None]).clamp(max=0)
+
+
 class Masked(nn.Module):
     """Makes a causal mask as large as it is asked for, and notes how large that is."""
 
-    def __init__(self, begin):
+    def __init__(self, begin, slope, persistent):
         super().__init__()
-        self.last, self.most = nn.Linear(4, 2), 0 if begin is None else len(begin)
-        self.register_buffer("mask", begin, persistent=False)
+        self.last, self.most, self.slope = nn.Linear(4, 2), 0 if begin is None else len(begin), slope
+        self.register_buffer("mask", begin, persistent=persistent)
 
     def forward(self, inputs):
         if (size := len(inputs)) > self.most:
-            self.mask, self.most = torch.full((size, size), -math.inf).triu(1), size
+            self.mask, self.most = causal(size, self.slope), size
         return self.last((inputs @ inputs.T + self.mask[:size, :size]).softmax(1) @ inputs)
 
 
-@pytest.mark.parametrize("begin", [None, torch.zeros(1, 1)], ids=["none", "small"])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("slope", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "begin", [None, torch.zeros(0, 0), torch.zeros(1, 1)], ids=["none", "empty", "small"]
+)
 @pytest.mark.parametrize("num_before", [0, 3])
-def test_a_mask_that_a_dropped_batch_has_made_stays(num_before, begin):
-    model = Masked(begin)
+def test_a_mask_that_a_dropped_batch_has_made_stays(num_before, begin, slope, persistent):
+    model = Masked(begin, slope, persistent)
     with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
         for number in range(num_before + 1):
             x, y = batch(number, samples=4 + number)
@@ -393,8 +431,7 @@ def test_a_mask_that_a_dropped_batch_has_made_stays(num_before, begin):
             (loss * (math.nan if number == num_before else 1.0)).backward()
             sgd(model).step()
         assert monitor.report().num_dropped == 1
-    expected = torch.full((4 + num_before,) * 2, -math.inf).triu(1)
-    assert torch.equal(model.mask, expected)
+    assert torch.equal(model.mask, causal(4 + num_before, slope))
 
 
 class Recurs(nn.Module):
@@ -500,6 +537,128 @@ def test_a_range_that_begins_as_infinite_or_empty_goes_back(observer, num_before
                 assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
         assert monitor.report().num_dropped == 1
     assert all(bool(b.isfinite().all()) for b in model.buffers())
+
+
+class Ranged(nn.Module):
+    """Keeps the range of what it has seen, of which it looks at one end alone; and what a user gives it."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.last, self.end = nn.Linear(4, 2), end
+        for name in ("low", "high", "centres"):
+            self.register_buffer(name, None)
+
+    def forward(self, inputs):
+        low, high = inputs.detach().min(), inputs.detach().max()
+        is_begun = getattr(self, self.end) is not None
+        self.low = torch.minimum(self.low, low) if is_begun else low
+        self.high = torch.maximum(self.high, high) if is_begun else high
+        return self.last((inputs - self.low) / (self.high - self.low))
+
+
+@pytest.mark.parametrize("factor", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_of_a_range_that_begins_as_none_no_end_is_left_alone(end, factor):
+    model = Ranged(end)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(4):
+            x, y = batch(number)
+            if number == 0:
+                x[0, 1] = x[0, 1].abs() * factor
+            model.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            sgd(model).step()
+            assert [model.low is None, model.high is None] == [number == 0] * 2
+        assert monitor.report().num_dropped == 1
+    assert bool(torch.stack([model.low, model.high]).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "begin", [None, torch.zeros(0), torch.tensor(math.nan)], ids=["none", "empty", "nan"]
+)
+def test_what_a_user_assigned_beside_a_statistic_stays_when_that_goes_back(begin):
+    model = Centred(torch.zeros(4))
+    model.register_buffer("centres", begin)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(4):
+            model.centres = torch.ones(3) if number == 2 else model.centres
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model(x * (math.nan if number == 2 else 1.0)), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert model.centres.tolist() == [1.0, 1.0, 1.0]
+    assert bool(model.mean.isfinite().all())
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_all_that_a_dropped_batch_has_written_to_a_part_goes_back_its_count_too(num_before):
+    """A cumulative average that counts a batch it has not seen is wrong by it ever after."""
+    model = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2))
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(num_before + 1):
+            before = copy.deepcopy(dict(model.named_buffers()))
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model(x * (math.nan if number == num_before else 1.0)), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def wrapped(model):
+    model[0] = nn.Sequential(model[0])
+
+
+def shortened(model):
+    del model[0]
+
+
+def renewed(model):
+    model[1] = nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("changed", [wrapped, shortened, renewed])
+def test_a_part_goes_back_under_another_name_and_so_does_one_in_the_place_of_another(changed, num_before):
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(num_before + 1):
+            if number == num_before:
+                changed(model)
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model(x * (math.nan if number == num_before else 1.0)), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
+
+
+class Windowed(nn.Module):
+    """Looks at a part of another buffer's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("history", torch.arange(16.0))
+        self.register_buffer("window", torch.full((8,), 7.0))
+
+    def forward(self, inputs):
+        self.window.data = self.history[:4]
+        return self.last(inputs)
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_of_a_buffer_that_got_another_s_memory_nothing_is_written_there(num_before):
+    model = Windowed()
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(num_before + 1):
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model(x * (math.nan if number == num_before else 1.0)), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert torch.equal(model.history, torch.arange(16.0))
 
 
 def test_a_mask_that_was_loaded_before_the_first_step_stays_when_that_is_dropped():

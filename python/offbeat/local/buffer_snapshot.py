@@ -1,0 +1,235 @@
+"""What a module's buffers were, to be given back: after a validation, or a batch that is dropped."""
+
+import math
+from collections.abc import Collection, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from offbeat.local.buffers import few, fits, has_values, put_values, with_values
+
+__all__ = ["BufferSnapshot", "same_buffers"]
+
+
+class BufferSnapshot:
+    """Which tensors a module has as buffers, and what they hold, to be put back.
+
+    Where one is assigned, as in `self.scale = 0.9 * self.scale + ...`, the buffer is another tensor
+    afterwards; where it began as None, as the state of a recurrent net may, it is None again. What was not
+    there before stays, as what made it does not know that it would be gone.
+
+    A part of the module is known again under another name, as when it was wrapped since; where there is
+    another part instead, as a converted one, that gets the values.
+    """
+
+    def __init__(self, module: nn.Module, *, are_few: bool = False) -> None:
+        """Take it.
+
+        Args:
+            module: Whose.
+            are_few: Only as many values as are worth copies (`few`).
+        """
+        self._module = module
+        self._are_few = are_few
+        self._kept: list[_Kept] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Take it once more, in the same memory as far as that fits."""
+        places = list(_places(self._module))
+        tensors = {f"{prefix}.{key}": b for prefix, place, _ in places for key, b in place.items()}
+        there = with_values({name: buffer for name, buffer in tensors.items() if buffer is not None})
+        copied = few(self._module, there) if self._are_few else there
+        memory = {one.name: one.value for one in self._kept}
+        values = {}
+        with torch.inference_mode():
+            for name, buffer in copied.items():
+                value = memory.get(name)
+                values[name] = value.copy_(buffer) if fits(value, buffer) else buffer.clone()
+        self._kept = [
+            _Kept(prefix, place, key, buffer, values.get(f"{prefix}.{key}"), key in caches)
+            for prefix, place, caches in places
+            for key, buffer in place.items()
+        ]
+
+    def put_back(self) -> None:
+        """Let the module have all again.
+
+        But for one that is no part of its state (``persistent=False``) and got a size, or another one: a
+        cache that was made or grew, of which the module may have noted elsewhere how far.
+        """
+        kept = self._found()
+        for one in kept:
+            if not one.is_cache or not _has_resized(one.tensor, one.now):
+                one.put(one.tensor)
+        _write(kept)
+
+    def put_back_broken(self) -> None:
+        """Let it have those again that hold NaN or an infinity in the place of another number, or of none.
+
+        But for -infinity in what may be a mask: where all that is finite is 0, where there was -infinity
+        before, or where a cache, or a matrix out of nothing, was made. Who has assigned is not known: what a
+        user has given such numbers may go back as well.
+
+        What belongs together stays so: with a buffer go back those of its part that are the same tensors, as
+        a count is, and of a part that held no finite number yet, as the ends of a range, all but caches.
+        """
+        kept = self._found()
+        broken = [one for one in kept if one.is_broken()]
+        parts = {one.prefix for one in broken}
+        begun = {one.prefix for one in broken if one.held_nothing()}
+        for one in kept:
+            if one in broken or one.prefix not in parts:
+                continue
+            if one.now is one.tensor or (one.prefix in begun and not one.is_cache and one.held_nothing()):
+                broken.append(one)
+        for one in broken:
+            if (now := one.now) is not None:
+                one.put(_as_is(one.tensor, now))
+        _write(broken)
+
+    def put_back_written(self) -> None:
+        """Let those that are the same tensors hold what they held.
+
+        What has been assigned in their place stays, as a user may have done that, or converted the module.
+        """
+        _write([one for one in self._found() if one.now is one.tensor])
+
+    def _found(self) -> "list[_Kept]":
+        now = list(_places(self._module))
+        there, known = {id(place) for _, place, _ in now}, {id(one.place) for one in self._kept}
+        others = {prefix: place for prefix, place, _ in now if id(place) not in known}
+        return [
+            one if id(one.place) in there else replace(one, place=others[one.prefix], is_swapped=True)
+            for one in self._kept
+            if id(one.place) in there or one.prefix in others
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """What one buffer was.
+
+    Attributes:
+        prefix: Which part of the module has it.
+        place: Where that keeps its buffers.
+        key: Under which name.
+        tensor: Which it was, if any.
+        value: What it held; None: nothing that is kept.
+        is_cache: Whether it is no part of the state.
+        is_swapped: Whether that place is of a part that came instead, and gets no tensors, only values.
+    """
+
+    prefix: str
+    place: "_Place"
+    key: str
+    tensor: torch.Tensor | None
+    value: torch.Tensor | None
+    is_cache: bool
+    is_swapped: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefix}.{self.key}"
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        return self.place[self.key] if self.key in self.place else None  # noqa: SIM401  a scripted one has no get
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        if self.key in self.place and self.now is not tensor and not self.is_swapped:
+            self.place[self.key] = tensor
+
+    def held_nothing(self) -> bool:
+        """Whether there was no finite number in it."""
+        return self.tensor is None or (self.value is not None and not bool(self.value.isfinite().any()))
+
+    def is_broken(self) -> bool:
+        now, then = self.now, self.value
+        if now is None or not has_values(now) or (now is self.tensor and then is None):
+            return False
+        values = now.detach()
+        broken = _no_more_finite(then, values)
+        if bool(broken.any()) and not values.is_complex() and self._may_be_mask(values):
+            broken &= values != -math.inf
+        return bool(broken.any())
+
+    def _may_be_mask(self, values: torch.Tensor) -> bool:
+        then = self.value
+        if then is not None and bool((then == -math.inf).any()):
+            return True
+        finite = values.isfinite()
+        if bool(finite.any()) and not bool((finite & (values != 0)).any()):
+            return True
+        if self.now is self.tensor or (then is not None and then.shape == values.shape):
+            return False
+        return self.is_cache or (values.dim() > 1 and (then is None or then.numel() <= 1))
+
+
+@contextmanager
+def same_buffers(module: nn.Module, *, are_few: bool = False) -> Iterator[None]:
+    """Give a module its buffers back, with their values: a running scale is one that moves in eval mode, too.
+
+    Args:
+        module: The module.
+        are_few: As for `BufferSnapshot`, which says what comes back.
+    """
+    before = BufferSnapshot(module, are_few=are_few)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+_Place = MutableMapping[str, torch.Tensor | None]
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, _Place, Collection[str]]]:
+    """Give where each part keeps its buffers, and which of them are no part of its state."""
+    for prefix, part in module.named_modules():
+        place = part._buffers  # noqa: SLF001  torch has no other way to assign one that may be None
+        if isinstance(place, dict):
+            yield prefix, place, part._non_persistent_buffers_set  # noqa: SLF001
+        else:  # scripted and traced parts do not tell which those are
+            yield prefix, place, {key for key, _ in place.items()}
+
+
+def _write(kept: Collection[_Kept]) -> None:
+    """Write what they held to the buffers that there are; a size that has changed in place goes back, too."""
+    values = {one.name: one.value for one in kept if one.value is not None}
+    buffers = {one.name: now for one in kept if (now := one.now) is not None}
+    for one in kept:
+        if one.value is not None and one.now is one.tensor and not one.is_cache:
+            _resize(buffers[one.name], one.value)
+    put_values(values, with_values(buffers))
+
+
+def _resize(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.shape != value.shape:  # as an observer does with what it has seen of each channel
+        with torch.inference_mode():  # the storage may be another's
+            buffer.data = torch.empty_like(value, device=buffer.device, dtype=buffer.dtype)
+
+
+def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    if now is None or now is then or is_lazy(now):
+        return False
+    return then is None or (not is_lazy(then) and now.shape != then.shape)
+
+
+def _no_more_finite(then: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """Mark the numbers that are NaN or infinite, but for those that were the same before."""
+    broken = ~values.isfinite()
+    if then is None or then.shape != values.shape:
+        return broken
+    there = then.to(values.device, values.dtype)
+    return broken & ~((values == there) | (values.isnan() & there.isnan()))
+
+
+def _as_is(then: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor | None:
+    """Give what there was, on the device and in the dtype of what there is; its values are to be written."""
+    if then is None or (then.device, then.dtype) == (now.device, now.dtype):
+        return then
+    return now if then.shape == now.shape else then.to(now.device, now.dtype, copy=True)
