@@ -1,7 +1,7 @@
 """What a module's buffers were, to be given back: after a validation, or a batch that is dropped."""
 
 import math
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,8 +21,9 @@ class BufferSnapshot:
     afterwards; where it began as None, as the state of a recurrent net may, it is None again. What was not
     there before stays, as what made it does not know that it would be gone.
 
-    A part of the module is known again under another name, as when it was wrapped since; where there is
-    another part instead, as a converted one, that gets the values.
+    A part of the module is known again under another name, as when it was wrapped since, or by its tensors,
+    as when it was fused; another one under the same name, as a copy, gets the values. Of what is new there
+    is nothing to be put back, and what was taken out is left alone.
     """
 
     def __init__(self, module: nn.Module, *, are_few: bool = False) -> None:
@@ -34,23 +35,29 @@ class BufferSnapshot:
         """
         self._module = module
         self._are_few = are_few
+        self._values: dict[str, torch.Tensor] = {}
         self._kept: list[_Kept] = []
         self.renew()
 
     def renew(self) -> None:
         """Take it once more, in the same memory as far as that fits."""
         places = list(_places(self._module))
-        tensors = {f"{prefix}.{key}": b for prefix, place, _ in places for key, b in place.items()}
-        there = with_values({name: buffer for name, buffer in tensors.items() if buffer is not None})
+        names = dict[int, str]()  # one table that many parts share is one
+        tensors = dict[str, torch.Tensor]()
+        for prefix, place, _ in places:
+            for key, buffer in place.items():
+                if buffer is not None and id(buffer) not in names:
+                    names[id(buffer)] = name = f"{prefix}.{key}"
+                    tensors[name] = buffer
+        there = with_values(tensors)
         copied = few(self._module, there) if self._are_few else there
-        memory = {one.name: one.value for one in self._kept}
-        values = {}
+        memory, self._values = self._values, {}
         with torch.inference_mode():
             for name, buffer in copied.items():
                 value = memory.get(name)
-                values[name] = value.copy_(buffer) if fits(value, buffer) else buffer.clone()
+                self._values[name] = value.copy_(buffer) if fits(value, buffer) else buffer.clone()
         self._kept = [
-            _Kept(prefix, place, key, buffer, values.get(f"{prefix}.{key}"), key in caches)
+            _Kept(prefix, place, key, buffer, self._values.get(names.get(id(buffer), "")), key in caches)
             for prefix, place, caches in places
             for key, buffer in place.items()
         ]
@@ -59,7 +66,8 @@ class BufferSnapshot:
         """Let the module have all again.
 
         But for one that is no part of its state (``persistent=False``) and got a size, or another one: a
-        cache that was made or grew, of which the module may have noted elsewhere how far.
+        cache that was made or grew, of which the module may have noted elsewhere how far. So may be any of a
+        scripted or traced part, which does not tell.
         """
         kept = self._found()
         for one in kept:
@@ -74,18 +82,10 @@ class BufferSnapshot:
         before, or where a cache, or a matrix out of nothing, was made. Who has assigned is not known: what a
         user has given such numbers may go back as well.
 
-        What belongs together stays so: with a buffer go back those of its part that are the same tensors, as
-        a count is, and of a part that held no finite number yet, as the ends of a range, all but caches.
+        What belongs together goes back together: see `_with_related`.
         """
         kept = self._found()
-        broken = [one for one in kept if one.is_broken()]
-        parts = {one.prefix for one in broken}
-        begun = {one.prefix for one in broken if one.held_nothing()}
-        for one in kept:
-            if one in broken or one.prefix not in parts:
-                continue
-            if one.now is one.tensor or (one.prefix in begun and not one.is_cache and one.held_nothing()):
-                broken.append(one)
+        broken = _with_related(kept, [one for one in kept if one.is_broken()])
         for one in broken:
             if (now := one.now) is not None:
                 one.put(_as_is(one.tensor, now))
@@ -101,12 +101,19 @@ class BufferSnapshot:
     def _found(self) -> "list[_Kept]":
         now = list(_places(self._module))
         there, known = {id(place) for _, place, _ in now}, {id(one.place) for one in self._kept}
-        others = {prefix: place for prefix, place, _ in now if id(place) not in known}
-        return [
-            one if id(one.place) in there else replace(one, place=others[one.prefix], is_swapped=True)
-            for one in self._kept
-            if id(one.place) in there or one.prefix in others
-        ]
+        new = [(prefix, place) for prefix, place, _ in now if id(place) not in known]
+        by_name = dict(new)
+        by_tensor = {id(b): (place, key) for _, place in new for key, b in place.items() if b is not None}
+        found = []
+        for one in self._kept:
+            if id(one.place) in there:
+                found.append(one)
+            elif id(one.tensor) in by_tensor:
+                place, key = by_tensor[id(one.tensor)]
+                found.append(replace(one, place=place, key=key, is_swapped=True))
+            elif one.prefix in by_name:
+                found.append(replace(one, place=by_name[one.prefix], is_swapped=True))
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,10 +139,6 @@ class _Kept:
     is_swapped: bool = False
 
     @property
-    def name(self) -> str:
-        return f"{self.prefix}.{self.key}"
-
-    @property
     def now(self) -> torch.Tensor | None:
         return self.place[self.key] if self.key in self.place else None  # noqa: SIM401  a scripted one has no get
 
@@ -158,14 +161,14 @@ class _Kept:
         return bool(broken.any())
 
     def _may_be_mask(self, values: torch.Tensor) -> bool:
-        then = self.value
+        then, finite = self.value, values.isfinite()
         if then is not None and bool((then == -math.inf).any()):
             return True
-        finite = values.isfinite()
         if bool(finite.any()) and not bool((finite & (values != 0)).any()):
             return True
         if self.now is self.tensor or (then is not None and then.shape == values.shape):
             return False
+        # One that was made just now, as with slopes; a statistic of units has one dimension.
         return self.is_cache or (values.dim() > 1 and (then is None or then.numel() <= 1))
 
 
@@ -197,19 +200,47 @@ def _places(module: nn.Module) -> Iterator[tuple[str, _Place, Collection[str]]]:
             yield prefix, place, {key for key, _ in place.items()}
 
 
-def _write(kept: Collection[_Kept]) -> None:
-    """Write what they held to the buffers that there are; a size that has changed in place goes back, too."""
-    values = {one.name: one.value for one in kept if one.value is not None}
-    buffers = {one.name: now for one in kept if (now := one.now) is not None}
+def _with_related(kept: "Sequence[_Kept]", broken: "Sequence[_Kept]") -> "list[_Kept]":
+    """Add to what is broken what would be wrong without it.
+
+    Of the same part those that are the same tensors still, as a count is; where what broke had held no finite
+    number yet, all of the part but caches that had not: the two ends of a range are one. And of any part
+    those that hold a tensor by now that goes back elsewhere, as the buffers of a ring do.
+    """
+    parts = {one.prefix for one in broken}
+    begun = {one.prefix for one in broken if one.held_nothing()}
+    chosen = dict.fromkeys(broken)
     for one in kept:
-        if one.value is not None and one.now is one.tensor and not one.is_cache:
-            _resize(buffers[one.name], one.value)
+        is_begun = one.prefix in begun and not one.is_cache and one.held_nothing()
+        if is_begun or (one.prefix in parts and one.now is one.tensor):
+            chosen[one] = None
+    holders = {id(one.now): one for one in kept if one.now is not one.tensor}
+    to_follow = list(chosen)
+    while to_follow:
+        tensor = to_follow.pop().tensor
+        holder = None if tensor is None else holders.get(id(tensor))
+        if holder is not None and holder not in chosen:
+            chosen[holder] = None
+            to_follow.append(holder)
+    return list(chosen)
+
+
+def _write(kept: "Collection[_Kept]") -> None:
+    """Write what they held to the buffers that there are; a size that has changed in place goes back, too."""
+    values, buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for one in kept:
+        if one.value is None or (now := one.now) is None:
+            continue
+        if now is one.tensor and not one.is_cache:
+            _resize(now, one.value)
+        each = f"{id(one.value)} {id(now)}"  # once, where many parts share it
+        values[each], buffers[each] = one.value, now
     put_values(values, with_values(buffers))
 
 
 def _resize(buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.shape != value.shape:  # as an observer does with what it has seen of each channel
-        with torch.inference_mode():  # the storage may be another's
+        with torch.inference_mode(buffer.is_inference()):  # not `resize_`: the storage may be another's
             buffer.data = torch.empty_like(value, device=buffer.device, dtype=buffer.dtype)
 
 

@@ -79,7 +79,8 @@ class AsyncTrainingMonitor:
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
             buffers. (Before any step was used, a part of the model in which such a batch has made NaN or
-            infinities is again as it was when the monitor was made: load a model before that. And where you
+            infinities is again as it was when the monitor was made: load a model before that. A part that is
+            new since the last step keeps what the batch has made of it. And where you
             assign a buffer between steps, such numbers in it are taken for the batch's.) Where no step has
             passed for 100 it is warned of, and after 200 the range is learnt anew.
             "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,

@@ -230,6 +230,44 @@ def test_values_of_what_is_larger_than_all_that_is_trained_are_not_copied(are_fe
     assert module.num_batches_tracked == 0
 
 
+class Scales(nn.Module):
+    """Takes the scale of each unit from what it sees first, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.empty(0))
+
+    def forward(self, inputs):
+        outputs = self.last(inputs)
+        if self.scale.numel() == 0:
+            self.scale.resize_(3).copy_(outputs.detach().abs().amax(0))
+        return outputs * self.scale
+
+
+def test_a_size_that_a_buffer_got_in_place_is_gone_again_and_training_goes_on_from_there():
+    module = Scales()
+    with same_buffers(module), torch.no_grad():
+        assert module(INPUTS).shape == (4, 3)
+    assert module.scale.shape == (0,)
+    module(INPUTS).sum().backward()
+    assert module.scale.shape == (3,)
+    assert module.last.weight.grad.isfinite().all()
+
+
+def test_a_table_that_many_parts_share_counts_and_is_written_once():
+    module, table = nn.Sequential(*(nn.Identity() for _ in range(8))), torch.zeros(FEW // 4)
+    for part in module:
+        part.register_buffer("table", table)
+    module.register_buffer("bank", torch.zeros(FEW // 2))
+    with same_buffers(module, are_few=True):
+        table.add_(1.0)
+        module.bank.add_(1.0)
+    assert not module.bank.any()
+    assert not table.any()
+    assert all(part.table is table for part in module)
+
+
 class Entropy(Dataset):
     """Samples that draw from the system's entropy, and from a generator that has a state."""
 

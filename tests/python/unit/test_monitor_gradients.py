@@ -614,12 +614,16 @@ def shortened(model):
     del model[0]
 
 
+def fused(model):
+    model[1] = Fused(model[1])
+
+
 def renewed(model):
     model[1] = nn.BatchNorm1d(4)
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
-@pytest.mark.parametrize("changed", [wrapped, shortened, renewed])
+@pytest.mark.parametrize("changed", [wrapped, shortened, fused, renewed])
 def test_a_part_goes_back_under_another_name_and_so_does_one_in_the_place_of_another(changed, num_before):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
@@ -632,6 +636,56 @@ def test_a_part_goes_back_under_another_name_and_so_does_one_in_the_place_of_ano
             sgd(model).step()
         assert monitor.report().num_dropped == 1
     assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
+
+
+class Fused(nn.Module):
+    """Another class that has a BatchNorm's buffers, as those have that quantization fuses."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.inner = nn.Module()
+        for name, buffer in norm.named_buffers():
+            self.inner.register_buffer(name, buffer)
+
+    def forward(self, inputs):
+        mean, var = self.inner.running_mean, self.inner.running_var
+        return functional.batch_norm(inputs, mean, var, training=self.training)
+
+
+class Ring(nn.Module):
+    """Has two buffers in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("now", torch.zeros(4))
+        self.register_buffer("before", torch.zeros(4))
+
+    def forward(self, inputs):
+        self.now, self.before = self.before, self.now
+        self.now.copy_(inputs.detach().mean(0))
+        return self.last(inputs - self.before)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_buffers_that_take_turns_go_on_as_two(num_before):
+    def trained(numbers):
+        torch.manual_seed(0)
+        model = Ring()
+        with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+            for number in numbers:
+                x, y = batch(number)
+                model.zero_grad()
+                factor = math.nan if number == num_before else 1.0
+                functional.cross_entropy(model(x * factor), y).backward()
+                sgd(model).step()
+        return monitor.report().num_dropped, model.now, model.before
+
+    others = [number for number in range(5) if number != num_before]
+    (num_dropped, *found), (none, *expected) = trained(range(5)), trained(others)
+    assert (num_dropped, none) == (1, 0)
+    assert found[0] is not found[1]
+    assert all(map(torch.equal, found, expected))
 
 
 class Windowed(nn.Module):
