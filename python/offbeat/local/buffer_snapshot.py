@@ -37,6 +37,7 @@ class BufferSnapshot:
         self._are_few = are_few
         self._values: dict[str, torch.Tensor] = {}
         self._kept: list[_Kept] = []
+        self._began_as_none: set[tuple[str, str]] = set()
         self.renew()
 
     def renew(self) -> None:
@@ -61,6 +62,7 @@ class BufferSnapshot:
             for prefix, place, caches in places
             for key, buffer in place.items()
         ]
+        self._began_as_none.update((one.prefix, one.key) for one in self._kept if one.tensor is None)
 
     def put_back(self) -> None:
         """Let the module have all again.
@@ -82,13 +84,15 @@ class BufferSnapshot:
         before, or where a cache, or a matrix out of nothing, was made. Who has assigned is not known: what a
         user has given such numbers may go back as well.
 
-        What belongs together goes back together: see `_with_related`.
+        What belongs together goes back together: see `_with_related`. One that has been None, and has another
+        size than it had, is None again: a state that was reset since, for batches of another size.
         """
         kept = self._found()
         broken = _with_related(kept, [one for one in kept if one.is_broken()])
         for one in broken:
             if (now := one.now) is not None:
-                one.put(_as_is(one.tensor, now))
+                may_be_none = _has_resized(one.tensor, now) and (one.prefix, one.key) in self._began_as_none
+                one.put(None if may_be_none else _as_is(one.tensor, now))
         _write(broken)
 
     def put_back_written(self) -> None:
@@ -204,24 +208,28 @@ def _with_related(kept: "Sequence[_Kept]", broken: "Sequence[_Kept]") -> "list[_
     """Add to what is broken what would be wrong without it.
 
     Of the same part those that are the same tensors still, as a count is; where what broke had held no finite
-    number yet, all of the part but caches that had not: the two ends of a range are one. And of any part
-    those that hold a tensor by now that goes back elsewhere, as the buffers of a ring do.
+    number yet, those of the part and of its size, caches aside, that had not: the two ends of a range are
+    one. And of any part those that hold a tensor by now that goes back elsewhere, as the buffers of a ring
+    do.
     """
     parts = {one.prefix for one in broken}
-    begun = {one.prefix for one in broken if one.held_nothing()}
+    begun = {(one.prefix, _shape(one.now)) for one in broken if one.held_nothing()}
     chosen = dict.fromkeys(broken)
     for one in kept:
-        is_begun = one.prefix in begun and not one.is_cache and one.held_nothing()
+        is_begun = not one.is_cache and (one.prefix, _shape(one.now)) in begun and one.held_nothing()
         if is_begun or (one.prefix in parts and one.now is one.tensor):
             chosen[one] = None
-    holders = {id(one.now): one for one in kept if one.now is not one.tensor}
+    holders = dict[int, list[_Kept]]()
+    for one in kept:
+        if (now := one.now) is not None and now is not one.tensor:
+            holders.setdefault(id(now), []).append(one)
     to_follow = list(chosen)
     while to_follow:
         tensor = to_follow.pop().tensor
-        holder = None if tensor is None else holders.get(id(tensor))
-        if holder is not None and holder not in chosen:
-            chosen[holder] = None
-            to_follow.append(holder)
+        for holder in () if tensor is None else holders.get(id(tensor), ()):
+            if holder not in chosen:
+                chosen[holder] = None
+                to_follow.append(holder)
     return list(chosen)
 
 
@@ -242,6 +250,10 @@ def _resize(buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.shape != value.shape:  # as an observer does with what it has seen of each channel
         with torch.inference_mode(buffer.is_inference()):  # not `resize_`: the storage may be another's
             buffer.data = torch.empty_like(value, device=buffer.device, dtype=buffer.dtype)
+
+
+def _shape(buffer: torch.Tensor | None) -> torch.Size | None:
+    return None if buffer is None or is_lazy(buffer) else buffer.shape
 
 
 def _has_resized(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:

@@ -78,10 +78,10 @@ class AsyncTrainingMonitor:
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
-            buffers. (Before any step was used, a part of the model in which such a batch has made NaN or
-            infinities is again as it was when the monitor was made: load a model before that. A part that is
-            new since the last step keeps what the batch has made of it. And where you
-            assign a buffer between steps, such numbers in it are taken for the batch's.) Where no step has
+            buffers. (Where the batch breaks what you have assigned to a buffer since the last step that was
+            used, that is again what it was then, and of that size. Before any such step a part of the model
+            in which it made NaN or infinities is as it was when the monitor was made: load a model before
+            that. A part that is new since keeps what the batch has made of it.) Where no step has
             passed for 100 it is warned of, and after 200 the range is learnt anew.
             "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen

@@ -688,6 +688,72 @@ def test_buffers_that_take_turns_go_on_as_two(num_before):
     assert all(map(torch.equal, found, expected))
 
 
+class Handed(nn.Module):
+    """Hands its former state to two buffers at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        for name in ("now", "before", "memory"):
+            self.register_buffer(name, torch.zeros(4))
+
+    def forward(self, inputs):
+        self.before = self.memory = self.now
+        self.now = inputs.detach().mean(0)
+        return self.last(inputs - self.before)
+
+
+def test_where_two_buffers_were_given_what_a_third_was_all_three_go_back():
+    model = Handed()
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(4):
+            held = [id(buffer) for buffer in (model.now, model.before, model.memory)]
+            x, y = batch(number)
+            model.zero_grad()
+            functional.cross_entropy(model(x * (math.nan if number == 3 else 1.0)), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert [id(buffer) for buffer in (model.now, model.before, model.memory)] == held
+
+
+class Recurrent(nn.Module):
+    """Has a state of the batch's size, which is None where a sequence begins."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.cell, self.last = nn.GRUCell(4, 3), nn.Linear(3, 2)
+        self.register_buffer("state", None, persistent=persistent)
+        self.register_buffer("weights", None)
+
+    def forward(self, inputs):
+        state = self.cell(inputs, self.state)
+        self.state = state.detach()
+        return self.last(state)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_state_that_was_reset_for_another_size_begins_anew_after_a_batch_is_dropped(num_before, persistent):
+    model = Recurrent(persistent)
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+
+        def trained(number, samples, factor=1.0):
+            x, y = batch(number, samples)
+            model.zero_grad()
+            functional.cross_entropy(model(x * factor), y, model.weights).backward()
+            sgd(model).step()
+
+        for number in range(num_before):
+            trained(number, samples=3)
+            model.state = None if number == num_before - 1 else model.state
+        model.weights = torch.tensor([1.0, 2.0])
+        trained(5, samples=4, factor=math.nan)
+        assert model.state is None
+        assert model.weights.tolist() == [1.0, 2.0]
+        trained(6, samples=4)
+        assert monitor.report().num_dropped == 1
+
+
 class Windowed(nn.Module):
     """Looks at a part of another buffer's memory."""
 
