@@ -71,7 +71,7 @@ print([model() for model in models])
 FAILS = f"""{BEGIN}
 elsewhere = offbeat.Client(sys.argv[2], "amy")
 elsewhere.init({{"w": np.zeros(3, np.float32)}})
-averager = host(nn.Linear(2, 2), world_size=2)
+averager = host(nn.Linear(2, 2))
 print("met", flush=True)
 sys.stdin.readline()
 raise RuntimeError("training failed")
