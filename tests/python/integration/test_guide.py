@@ -63,8 +63,8 @@ def test_the_code_of_the_guide_runs_as_one_program(tmp_path):
     ours = [line.split(" from=")[0] for line in warned if not any(word in line for word in busy)]
     assert ours[0] == "the model is back where it was"
     assert re.fullmatch(r"step 26: loss is nan, .*rollback: went back to step 20", ours[1])
-    assert ours[2].startswith("step 31: loss is ")
-    assert "in its range again" in ours[2]
+    # In which step depends on the model, which is drawn from what threads have drawn from before.
+    assert re.match(r"step (3\d|4[0-7]): loss is .*, in its range again", ours[2])
     assert re.fullmatch(
         r"step 48: loss is 1e\+06, .*; reduce_lr: learning rates are multiplied by 0.5: 0.025 now", ours[3]
     )
