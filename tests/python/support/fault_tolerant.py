@@ -3,6 +3,7 @@
 The process is forked from one that has torch loaded and has computed nothing: dozens of them are quick.
 """
 
+import faulthandler
 import functools
 import hashlib
 import json
@@ -22,6 +23,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import offbeat
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
+from support.waiting import SHOWS_STACKS
+
+faulthandler.register(SHOWS_STACKS, file=2, all_threads=True)  # also in what is forked from here
 
 TIMEOUT_S = 50
 NUM_STEPS = 200

@@ -1,5 +1,8 @@
 """Waiting for what nobody announces."""
 
+import multiprocessing
+import os
+import signal
 import threading
 import time
 
@@ -8,9 +11,17 @@ AT_ONCE_S = 3
 hold its sockets, see after 5 s that it is gone."""
 
 
+SHOWS_STACKS = signal.SIGUSR2
+"""By which a process of `support.fault_tolerant` writes to its stderr where its threads are."""
+
+
 def wait_for(condition, timeout_s=20):
     """Look until it is so; the server tells nobody when a worker is gone."""
     waiting, end = threading.Event(), time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "it never came true"
+        if time.monotonic() >= end:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, SHOWS_STACKS)
+            waiting.wait(0.5)  # until they have been captured
+            raise AssertionError("it never came true")
         waiting.wait(0.005)
