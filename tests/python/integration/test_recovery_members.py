@@ -285,7 +285,7 @@ def ended_beside_another(kind, folder, number):
         def begun():
             # Of its own it has no round before its end.
             process = started(members.count, folder / "a", server.address, BY, max_steps=EVERY - 1, **run)
-            wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1, timeout_s=45)
+            wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1)
             return process
 
         ends = begun()

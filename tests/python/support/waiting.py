@@ -12,7 +12,7 @@ hold its sockets, see after 5 s that it is gone."""
 
 
 SHOWS_STACKS = signal.SIGUSR2
-"""By which a process of `support.fault_tolerant` writes to its stderr where its threads are."""
+"""By which a process of `support.fault_tolerant` writes to its stderr where its threads are; others end."""
 
 
 def wait_for(condition, timeout_s=20):
