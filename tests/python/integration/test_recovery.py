@@ -37,6 +37,11 @@ def killed(folder, kill, **keywords):
     assert in_process(fault_tolerant.train, folder, kill=kill, **keywords) == -signal.SIGKILL
 
 
+def test_a_process_begins_with_all_loaded():
+    """Else each spends seconds of processor time on that, and some tests wait in vain on a busy machine."""
+    assert in_process(fault_tolerant.check_preloaded) == 0
+
+
 def test_the_run_has_what_may_differ(uninterrupted):
     assert [row[0] for row in uninterrupted["records"]] == list(range(1, NUM_STEPS + 1))
     assert len({row[2] for row in uninterrupted["records"]}) == NUM_STEPS  # each step's loss is its own

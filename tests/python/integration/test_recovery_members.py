@@ -318,21 +318,14 @@ def test_one_that_waits_for_the_others_end_has_saved_all_and_a_signal_ends_the_w
     assert held[0] == held[1] == held[2], "nothing of it is lost"
 
 
-def meet_at_rank_0(rank, folder, port, max_steps, barrier):
-    """Be one of two whose server is that of rank 0."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    settings = {"communication_backend": "tcp", "rank": rank, "world_size": 2}
-    run = {"kind": "averager", "method": "average", "max_steps": max_steps} | settings
-    members.count(folder, None, BY, barrier=barrier, **run)
-
-
 @pytest.mark.parametrize("are_both_ended", [False, True])
 def test_one_that_has_the_server_waits_for_the_others_end_whatever_signal_comes(are_both_ended, tmp_path):
     """Where a signal has ended those others as well, it has the server once more when all are begun again."""
     barrier, port, num_steps = CONTEXT.Barrier(2, timeout=60), free_port(), (EVERY - 1, EVERY + 3)
 
     def begun(rank, meeting=None):
-        return started(meet_at_rank_0, rank, tmp_path / str(rank), port, num_steps[rank], meeting)
+        folder, settings = tmp_path / str(rank), {"max_steps": num_steps[rank], "barrier": meeting}
+        return started(members.meet_at_rank_0, rank, port, folder, BY, **settings)
 
     host, other = begun(0), begun(1, barrier)
     barrier.wait()  # it has been in a round with the host's share

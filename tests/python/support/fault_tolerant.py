@@ -13,7 +13,10 @@ import os
 import random
 import signal
 import subprocess
+import sys
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,6 +29,11 @@ from offbeat.recovery.trainer import FaultTolerantTrainer
 from support.waiting import SHOWS_STACKS
 
 faulthandler.register(SHOWS_STACKS, file=2, all_threads=True)  # also in what is forked from here
+
+TESTS = Path(__file__).parents[1]
+PRELOADED = ["support.fault_tolerant", "torch._dynamo"]
+"""What a process has loaded as it begins; the second as torch loads it with the first optimizer."""
+LOADED_BY = os.getpid()
 
 TIMEOUT_S = 50
 NUM_STEPS = 200
@@ -450,10 +458,19 @@ def parts(state):
 def started(target, *arguments, **keywords):
     """Start a function in a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.fault_tolerant"])
+    context.set_forkserver_preload(PRELOADED)
+    # Python 3.11 begins a fork server without our `sys.path`, and is silent of what it cannot load there.
+    with mock.patch.dict(os.environ, PYTHONPATH=str(TESTS)):
+        forkserver.ensure_running()
     process = context.Process(target=target, args=arguments, kwargs=keywords)
     process.start()
     return process
+
+
+def check_preloaded():
+    """See, in a process that was started, that it had everything before it was."""
+    assert os.getpid() != LOADED_BY, "it has loaded torch itself"
+    assert "torch._dynamo" in sys.modules
 
 
 def in_process(target, *arguments, **keywords):

@@ -87,6 +87,14 @@ def count(
         trained(member, folder, loss_fn, epochs=100, max_steps=max_steps)
 
 
+def meet_at_rank_0(rank, port, folder, by, *, max_steps, barrier):
+    """Be one of two whose server is that of rank 0; the rest as in `count`."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = {"communication_backend": "tcp", "rank": rank, "world_size": 2}
+    run = {"kind": "averager", "method": "average", "max_steps": max_steps}
+    count(folder, None, by, barrier=barrier, **run, **settings)
+
+
 def draw(folder, address, out, data, *, max_steps, is_killed):
     """Train the one member at a server on noise to its end, or to where that is due; write what it saw.
 
