@@ -21,6 +21,7 @@ __all__ = [
     "is_lost",
     "is_watched",
     "keepers_of",
+    "moved",
     "moves",
     "part_members",
     "register",
@@ -83,6 +84,9 @@ class Watcher(Protocol):
 
     def moves(self) -> None:
         """Hear that the parameters are about to be moved by what is no optimizer's step."""
+
+    def moved(self) -> None:
+        """Hear that this is done; of buffers, too."""
 
     def was_set(self, thing: object, name: str) -> None:
         """Hear that an attribute of what trains the module is not as the watcher may have set it any more."""
@@ -175,6 +179,12 @@ def moves(module: "nn.Module") -> None:
     """Tell a module's watchers, between two steps, that a round of averaging is about to move it."""
     for watcher in _watchers.of(module):
         watcher.moves()
+
+
+def moved(module: "nn.Module") -> None:
+    """Tell a module's watchers that a round has moved it, with its buffers, and the next step is to come."""
+    for watcher in _watchers.of(module):
+        watcher.moved()
 
 
 def was_set(module: "nn.Module", thing: object, name: str) -> None:

@@ -410,6 +410,7 @@ class AsyncGradientAccumulator:
             try:
                 with self._members.telling():
                     self._end_together()
+                trained_by.moved(self.model)
             except ConnectionLostError as error:
                 if not faults:
                     raise

@@ -225,6 +225,7 @@ class Turns:
                     self._check_there()
                 trained_by.moves(owner.model)
                 num_at_work = self.rounds.end_alike()
+                trained_by.moved(owner.model)
                 self._check_there()
 
     def drop(self) -> None:
@@ -251,6 +252,7 @@ class Turns:
         finally:
             if not self.rounds.is_under_way:  # as it is where Ctrl-C has broken off the wait
                 self.course.end_round()
+        trained_by.moved(owner.model)
         if outcome.is_averaged and not self.rounds.are_apart:
             self.unshared.end_round(fragment, self.course.begun_at)
         if outcome.num_at_work:

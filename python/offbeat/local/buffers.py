@@ -1,5 +1,7 @@
 """The values of a module's buffers: which of them are worth copies, and how they are written."""
 
+import functools
+import re
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -37,14 +39,25 @@ def few(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def with_values(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give those that have numbers of their own to be copied, one after another."""
-    return {name: buffer.detach() for name, buffer in buffers.items() if has_values(buffer)}
+    """Give those that have numbers of their own to be copied, one after another.
+
+    What is written to them counts as little as BatchNorm's own writes: a graph that a user keeps over a step
+    may hold them, as a generator's does whose discriminator steps first, and its backward is still to come.
+    """
+    return {name: buffer.data for name, buffer in buffers.items() if has_values(buffer)}
 
 
 def has_values(buffer: torch.Tensor) -> bool:
     """Tell whether it is dense and has been given its shape."""
     is_plain = buffer.layout is torch.strided and not buffer.is_nested and not buffer.is_quantized
+    is_plain &= _has_whole_numbers(buffer.dtype)
     return not is_lazy(buffer) and is_plain and not buffer.is_meta
+
+
+@functools.cache
+def _has_whole_numbers(dtype: torch.dtype) -> bool:
+    """Tell whether each of its numbers has bytes of its own: torch can do next to nothing with others."""
+    return re.search(r"int[1-7]$|bits|_x2$", str(dtype)) is None
 
 
 def fits(memory: torch.Tensor | None, buffer: torch.Tensor) -> TypeGuard[torch.Tensor]:
@@ -63,11 +76,12 @@ def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
         values: By the buffer's name.
         buffers: Likewise; others are left alone.
     """
-    with torch.inference_mode():  # in which those can be written to as well that were made in it
-        for name, value in values.items():
-            buffer = buffers.get(name)
-            if buffer is None or buffer.shape != value.shape:
-                continue
+    for name, value in values.items():
+        buffer = buffers.get(name)
+        if buffer is None or buffer.shape != value.shape:
+            continue
+        # Those that were made in inference mode are written to in it, and DTensors are compared in no such.
+        with torch.inference_mode() if buffer.is_inference() else torch.no_grad():
             there = value.to(buffer.device, buffer.dtype)
             if bool((buffer == there).all()):  # torch.equal knows no float8
                 continue

@@ -139,13 +139,14 @@ class Attachment:
         return self._is_judged
 
     def skipped(self) -> None:
-        """Hear of a step that a loss scale skips."""
-        if (forget := self._forget()) is not None:
-            forget()
+        """Hear of a step that a loss scale skips: of buffers its batch leaves no broken ones."""
+        self._forget_gradients()
+        if self._may_drop:
+            self.gradients.mend_buffers()
 
     def went_back(self) -> None:
         """Hear that the model has the values of a checkpoint: what was kept of it is of others."""
-        self.skipped()
+        self._forget_gradients()
         self.gradients.resume(None)
         if self._may_drop:
             self.gradients.keep_buffers()
@@ -153,6 +154,11 @@ class Attachment:
     def moves(self) -> None:
         """Hear that what moves the parameters next is no step: how far the last one moved them is kept."""
         self.gradients.resume(self.gradients.ratio_since())
+
+    def moved(self) -> None:
+        """Hear that a round is over: a batch that is dropped next is to leave what it has made of buffers."""
+        if self._may_drop:
+            self.gradients.keep_buffers()
 
     def was_set(self, thing: object, name: str) -> None:
         """Hear that a trainer has set an attribute of a thing's."""
@@ -201,13 +207,20 @@ class Attachment:
     def _is_used(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""
         judge_step = self._judge_step()
+        was_skipped = self._may_drop and self.gradients.was_skipped(optimizer)
         is_used = judge_step is None or judge_step(optimizer)
         self.has_dropped = not is_used
         if not is_used:
             self.gradients.restore_buffers()
         elif self._may_drop:
+            if was_skipped:
+                self.gradients.mend_buffers()
             self.gradients.keep_buffers()
         return is_used
+
+    def _forget_gradients(self) -> None:
+        if (forget := self._forget()) is not None:
+            forget()
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         model = self._model()

@@ -74,6 +74,7 @@ class Gradients:
         self._left: dict[int, _Left] = {}  # by parameter
         self._is_first = True
         self._is_scaled_by_others = False
+        self._scale_then: float | None = None  # when it was last asked whether the scaler has skipped a step
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
         self._ratio_since: float | None = None  # where they are of another process
         self._buffers: BufferSnapshot | None = None
@@ -108,7 +109,7 @@ class Gradients:
         if not self._is_measured:
             return Reading(0.0, 0)
         own_scale = getattr(optimizer, "grad_scale", None)  # of a fused one, which divides by it itself
-        if (overflow := getattr(optimizer, "found_inf", None)) is not None and bool(overflow):
+        if _will_skip(optimizer):
             self._left.clear()
             return None
         there = [p for p in self._model.parameters() if p.grad is not None]
@@ -175,15 +176,32 @@ class Gradients:
 
     def keep_buffers_at_first(self) -> None:
         """Keep what they hold before any step; the module may be loaded, or moved, before the first."""
-        self._buffers, self._are_at_first = BufferSnapshot(self._model), True
+        self._buffers, self._are_at_first = BufferSnapshot(self._model, are_few=True), True
 
     def keep_buffers(self) -> None:
         """Keep what the buffers hold now, for `restore_buffers`."""
         if self._buffers is None:
-            self._buffers = BufferSnapshot(self._model)
+            self._buffers = BufferSnapshot(self._model, are_few=True)
         else:
             self._buffers.renew()
         self._are_at_first = False
+
+    def was_skipped(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Tell whether a GradScaler skips this step, or has skipped one since this was last asked.
+
+        Of an optimizer that does not step nobody hears; but the scale is less then.
+
+        Args:
+            optimizer: The one that is about to step, if it is known.
+        """
+        then, now = self._scale_then, None if self._scaler is None else float(self._scaler.get_scale())
+        self._scale_then = now
+        return _will_skip(optimizer) or (then is not None and now is not None and now < then)
+
+    def mend_buffers(self) -> None:
+        """Undo what a batch has broken of them; the rest of it stays, as with a step that was made."""
+        if self._buffers is not None:
+            self._buffers.put_back_broken()
 
     def restore_buffers(self) -> None:
         """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages.
@@ -240,6 +258,12 @@ class _Left:
     def has_changed(self) -> bool:
         """Whether somebody has written to it since."""
         return self.gradient._version != self.version  # noqa: SLF001  torch's own way to ask
+
+
+def _will_skip(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Tell whether a GradScaler has told it not to step, as it tells a fused one."""
+    overflow = getattr(optimizer, "found_inf", None)
+    return overflow is not None and bool(overflow)
 
 
 def _size(norm: float) -> float:

@@ -81,8 +81,10 @@ class AsyncTrainingMonitor:
             buffers. (Where the batch breaks what you have assigned to a buffer since the last step that was
             used, that is again what it was then, and of that size. Before any such step a part of the model
             in which it made NaN or infinities is as it was when the monitor was made: load a model before
-            that. A part that is new since keeps what the batch has made of it.) Where no step has
-            passed for 100 it is warned of, and after 200 the range is learnt anew.
+            that. A part or a buffer that is new since keeps what the batch has made of it, and so do a buffer
+            of more numbers than are trained and than four million, and one of a sparse or quantized layout.)
+            Of a batch whose step a GradScaler skips, buffers keep nothing that is NaN or infinite. Where no
+            step has passed for 100 it is warned of, and after 200 the range is learnt anew.
             "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
             when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
@@ -110,8 +112,9 @@ class AsyncTrainingMonitor:
             that a remedy had to be taken again.
         lr_factor: Of "reduce_lr".
         grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
-            a loop of your own an alert on a batch whose step it skips costs no later one. Without it, the
-            first step that is made after an alert is taken for that batch's.
+            a loop of your own an alert on a batch whose step it skips costs no later one, and what such a
+            batch has broken of buffers goes back. Without it, the first step that is made after an alert is
+            taken for that batch's.
         pause_timeout_s: How long a pause lasts without `resume()`; None: for ever.
 
     Raises:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, optim, trained_by
 from offbeat.errors import ConfigError
 from offbeat.local import lr_scale
+from offbeat.local.buffers import FEW
 from support.small_net import net, normed
 
 MEASURED = ["gradient_norm", "update_ratio", "non_finite"]
@@ -840,6 +841,113 @@ def test_a_first_step_that_is_dropped_breaks_no_buffer_and_leaves_what_was_loade
     assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
     assert not model[3].running_mean.equal(torch.zeros(2))
     assert model.table.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("metric", ["loss", "non_finite"])
+@pytest.mark.parametrize(("fused", "is_told"), [(False, True), (True, True), (True, False)])
+def test_what_a_batch_has_broken_whose_step_a_grad_scaler_skips_goes_back(fused, is_told, metric):
+    """With a fused optimizer that has to be told of no scaler, and what is dropped later brings none back."""
+    model = normed()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model, fused=fused)
+    told = scaler if is_told else None
+    with AsyncTrainingMonitor(model, [metric], remediation_strategy="reject", grad_scaler=told):
+        for number in range(8):
+            x, y = batch(number)
+            x = x * math.nan if number in (3, 6) else x
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            trained_by.tell(model, loss=loss.detach())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_finite_batch_whose_step_a_grad_scaler_skips_counts_in_buffers_as_without_a_monitor():
+    """So it is while a scale is too large, as at the beginning."""
+
+    def trained(has_monitor):
+        torch.manual_seed(0)
+        model = normed()
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**127), sgd(model)
+        monitor = None
+        if has_monitor:
+            monitor = AsyncTrainingMonitor(
+                model, ["non_finite"], remediation_strategy="reject", grad_scaler=scaler
+            )
+        for number in range(4):
+            optimizer.zero_grad()
+            scaler.scale(1e3 * loss_of(model, number)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert monitor is None or monitor.report().num_dropped == 0
+        return state_of(model, optimizer), scaler.get_scale()
+
+    (found, scale), (expected, as_much) = trained(has_monitor=True), trained(has_monitor=False)
+    assert scale == as_much < 2.0**127
+    assert same(found, expected)
+
+
+def test_a_dropped_step_leaves_a_graph_that_a_user_keeps_over_it_to_its_backward():
+    """As of a generator, whose fakes are there when the discriminator steps."""
+    model = nn.ModuleDict({"generator": nn.Sequential(normed(), nn.Linear(2, 4)), "discriminator": normed()})
+    of_each = {name: sgd(part) for name, part in model.items()}
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for number in range(5):
+            x, y = batch(number)
+            fake = model["generator"](x)
+            of_each["discriminator"].zero_grad()
+            real = x * math.nan if number == 3 else x
+            functional.cross_entropy(model["discriminator"](real), y).backward()
+            of_each["discriminator"].step()
+            before = [p.clone() for p in model["generator"].parameters()]
+            of_each["generator"].zero_grad()
+            functional.cross_entropy(model["discriminator"](fake), y).backward()
+            of_each["generator"].step()
+            assert not same(before, list(model["generator"].parameters()))
+        assert monitor.report().num_dropped == 1
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+def test_of_a_buffer_that_is_larger_than_all_that_is_trained_no_copy_is_kept_and_others_go_back():
+    class Tabled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = normed()
+            self.register_buffer("table", torch.zeros(FEW, dtype=torch.int32))
+
+        def forward(self, inputs):
+            self.table += 1
+            return self.last(inputs)
+
+    model = Tabled()
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for factor in (1.0, math.nan):
+            x, y = batch(0)
+            model.zero_grad()
+            functional.cross_entropy(model(factor * x), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert model.last[-1].num_batches_tracked == 1
+    assert model.table[0] == 2
+
+
+SMALL = [name for name in ("int4", "uint2", "bits8", "float4_e2m1fn_x2") if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_a_buffer_of_numbers_that_torch_can_only_store_is_left_alone(dtype):
+    model = normed()
+    model.register_buffer("packed", torch.ones(4, dtype=torch.uint8).view(getattr(torch, dtype)))
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for factor in (1.0, math.nan):
+            x, y = batch(0)
+            model.zero_grad()
+            functional.cross_entropy(model(factor * x), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+    assert model[-1].num_batches_tracked == 1
 
 
 def test_a_loss_that_was_observed_before_the_step_drops_its_gradient():

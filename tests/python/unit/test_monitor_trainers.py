@@ -18,7 +18,7 @@ from offbeat import AsyncTrainingMonitor, optim
 from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.local.lr_scale import factor_of
 from offbeat.recovery.directory import entries
-from support.small_net import net
+from support.small_net import net, normed
 from support.tracker import Told
 
 BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 10
@@ -178,6 +178,27 @@ def test_an_alert_on_a_batch_that_a_loss_scale_skips_costs_no_other(kind, tmp_pa
     report = monitor.report()
     assert report.num_alerts == {"loss": 1}
     assert (history.skipped, history.steps, report.num_dropped) == (1, 19, 0)
+
+
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant", "around"])
+def test_what_a_batch_has_broken_that_a_loss_scale_skips_goes_back(kind, tmp_path):
+    model = normed()
+    batches = [
+        (inputs * (math.nan if num == 4 else 1.0), targets) for num, (inputs, targets) in enumerate(BATCHES)
+    ]
+    run = {"dataloader": batches, "loss_fn": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1)}
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject") as monitor:
+        if kind == "fault_tolerant":
+            trainer = offbeat.FaultTolerantTrainer(model, checkpoint_dir=tmp_path / "kept")
+            history = trainer.train(**run, grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+        else:
+            trainer = offbeat.AsyncTrainer(model, strategy="local" if kind == "around" else kind, amp="fp16")
+            trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
+            if kind == "around":
+                trainer = offbeat.FaultTolerantTrainer(trainer, checkpoint_dir=tmp_path / "kept")
+            history = trainer.train(**run, **({} if kind == "around" else {"progress": False}))
+    assert (history.skipped, monitor.report().num_dropped) == (1, 0)
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
 
 
 def test_an_alert_on_an_update_that_an_accumulator_s_loss_scale_skips_costs_no_other():
