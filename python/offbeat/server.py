@@ -288,7 +288,8 @@ class ParameterServer(process.Live):
 
         Returns:
             CPU tensors by name, as the plain module's `load_state_dict(strict=True)` takes them; arrays
-            where torch is not imported.
+            where torch is not imported. Of members that average it has BatchNorm's statistics, and with
+            `asynchronous=True` the run's counts, under names of its own: a member has the whole model.
 
         Raises:
             StateError: If nobody has brought a model yet.
