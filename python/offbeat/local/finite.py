@@ -4,17 +4,19 @@ import math
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from offbeat import log, trained_by
 from offbeat.history import History
+from offbeat.local.buffers import has_values
 
-__all__ = ["Finiteness", "not_finite", "words_of"]
+__all__ = ["Finiteness", "not_finite", "statistics_not_finite", "statistics_of", "words_of"]
 
 MOST_WAITING = 1000
 """Losses that stay on their device until somebody looks: each is a tensor there, with memory of its own."""
 
 MOST_NAMED = 3
-"""Parameters in a warning: where one is not finite, most are."""
+"""Names in a warning: where one is not finite, most are."""
 
 
 IN_SPITE_OF_A_MONITOR = (
@@ -47,6 +49,7 @@ class Finiteness:
         self._steps: list[int] = []
         self._has_told = False  # of a loss
         self._is_lost = False  # all that comes is no news
+        self._has_told_of_statistics = False
         self._skipped_since: int | None = None  # for parameters that a monitor has found not to be finite
 
     def add(self, loss: torch.Tensor, step: int) -> None:
@@ -81,6 +84,7 @@ class Finiteness:
         self._steps.clear()
         if found:
             self._find(*found[0])
+        self._look_at_statistics()
 
     def begin_anew(self) -> None:
         """Take down what was not finite, and tell of none of it: all is as it was before, and news again."""
@@ -90,7 +94,7 @@ class Finiteness:
                 self._history.first_non_finite = step
         self._losses.clear()
         self._steps.clear()
-        self._has_told = self._is_lost = False
+        self._has_told = self._is_lost = self._has_told_of_statistics = False
         self._skipped_since = None
 
     def end(self) -> None:
@@ -101,6 +105,19 @@ class Finiteness:
         self.look()
         if not self._is_lost and not_finite(self._module):
             self._find(self._history.steps, None, since=self._skipped_since)
+
+    def _look_at_statistics(self) -> None:
+        if self._is_lost or self._has_told_of_statistics:
+            return
+        if names := statistics_not_finite(self._module):
+            self._has_told_of_statistics = True
+            log.warn(
+                f"at step {self._history.steps} running statistics are not finite, {_some(names)}, as after "
+                f"a batch of huge inputs: training goes on, for it does not read them, and what the model "
+                f"gives in eval mode is of no use. Look at the data, and mend them with "
+                f"reset_running_stats(), or go back to where all was finite with "
+                f"FaultTolerantTrainer(recovery_strategy='last_good')"
+            )
 
     def _find(self, step: int, loss: float | None, since: int | None = None) -> None:
         if self._history.first_non_finite is None:
@@ -118,6 +135,33 @@ def not_finite(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.requires_grad and not bool(p.isfinite().all())]
 
 
+def statistics_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Give the running statistics of a module's batch and instance norms, by which it evaluates.
+
+    Of a buffer in general nobody knows whether it is to be finite: a mask is not.
+    """
+    return {
+        f"{prefix}.{key}".removeprefix("."): buffer
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, _NormBase)
+        for key, buffer in (("running_mean", part.running_mean), ("running_var", part.running_var))
+        if buffer is not None and has_values(buffer)
+    }
+
+
+def statistics_not_finite(module: nn.Module) -> list[str]:
+    """Name those that have a NaN or an infinity; waits once for each device."""
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, buffer in statistics_of(module).items():
+        by_device.setdefault(buffer.device, {})[name] = buffer.detach().isfinite().all()
+    return [
+        name
+        for are_finite in by_device.values()
+        for name, is_finite in zip(are_finite, torch.stack(list(are_finite.values())).tolist(), strict=True)
+        if not is_finite
+    ]
+
+
 def words_of(step: int, loss: float | None, names: list[str], since: int | None = None) -> str:
     """Say what is not finite, and since when.
 
@@ -133,9 +177,13 @@ def words_of(step: int, loss: float | None, names: list[str], since: int | None 
             f"the inputs and targets of that batch"
         )
     begin = f"at step {step} the loss is {loss}" if loss is not None else f"training has ended at step {step}"
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     then = "" if since is None else f" since step {since}"
     return (
-        f"{begin}, and parameters are not finite{then}, {', '.join(names[:MOST_NAMED])}{more}: what is "
+        f"{begin}, and parameters are not finite{then}, {_some(names)}: what is "
         f"trained from there on learns nothing"
     )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"

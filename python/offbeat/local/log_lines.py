@@ -14,6 +14,7 @@ __all__ = [
     "tracked",
     "tracked_validation",
     "words_of",
+    "words_of_skipped",
     "words_of_validation",
 ]
 
@@ -57,6 +58,7 @@ class LogLines:
         self._first_step = first_step
         self._step = 0  # of the last line
         self._last = (self.began_s, 0)  # when it was written, and the samples until then
+        self._skipped = 0  # batches, until then
 
     @property
     def is_due(self) -> bool:
@@ -95,7 +97,8 @@ class LogLines:
         history.records.append(record)
         since, samples = self._last
         rate = (history.samples - samples) / max(now - since, 1e-9)
-        self._last = now, history.samples
+        aside += words_of_skipped(history.skipped - self._skipped)
+        self._last, self._skipped = (now, history.samples), history.skipped
         self._step = history.steps
         measured = words_of(metrics, without=empty)
         epoch = f"epoch {min(history.epochs + 1, self._epochs)}/{self._epochs}"
@@ -137,6 +140,11 @@ def words_of(metrics: Mapping[str, float], *, without: Container[str]) -> str:
     """Word what a log line measured; of what no batch since the last one counts in there is no value."""
     told = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in without]
     return ", ".join(told) if told or not metrics else "all batches since the last line were skipped"
+
+
+def words_of_skipped(num: int) -> str:
+    """Say of how many batches since the line before nothing came: its measures are without them."""
+    return f"; {num} {'batch' if num == 1 else 'batches'} skipped" if num else ""
 
 
 def words_of_validation(metrics: Mapping[str, float]) -> str:

@@ -15,7 +15,13 @@ from offbeat.errors import ConfigError, ConnectionLostError
 from offbeat.history import History
 from offbeat.local.evaluate import Each
 from offbeat.local.finite import Finiteness
-from offbeat.local.log_lines import tracked, tracked_validation, words_of, words_of_validation
+from offbeat.local.log_lines import (
+    tracked,
+    tracked_validation,
+    words_of,
+    words_of_skipped,
+    words_of_validation,
+)
 from offbeat.local.loss import wake
 from offbeat.local.stopping import Stop
 from offbeat.recovery import rng
@@ -28,7 +34,7 @@ from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
 from offbeat.recovery.rollback import WayBack
-from offbeat.recovery.saver import Draft, Saver, parameters_of
+from offbeat.recovery.saver import Draft, Saver, to_be_finite
 from offbeat.recovery.trainee import GoesBack, Trainee
 from offbeat.termination import BrokenOff, Terminated
 from offbeat.worker.account import Account as Pushes
@@ -178,6 +184,7 @@ class Run:
         self._seconds_before = account.history.seconds
         self._began = time.monotonic()
         self._logged = self._began, account.history.samples
+        self._skipped = account.history.skipped  # at the newest log line
 
     def run(self) -> None:
         """Train to the end, and save that.
@@ -513,7 +520,7 @@ class Run:
             torch=torch.__version__,
             files=(),
         )
-        return Draft(parts, manifest, parameters_of(self._trainee.module, parts.model.tensors))
+        return Draft(parts, manifest, to_be_finite(self._trainee.module, parts.model.tensors))
 
     def _rest(self, account: Account) -> Callable[[], dict[str, Any]]:
         return lambda: {
@@ -546,6 +553,8 @@ class Run:
         measured = words_of(record.metrics, without=empty)
         epoch = min(self._account.history.epochs + 1, self._plan.goal.epochs)
         aside = f"; {told}" if told else ""
+        aside += words_of_skipped(self._account.history.skipped - self._skipped)
+        self._skipped = self._account.history.skipped
         where = f"epoch {epoch}/{self._plan.goal.epochs}, step {record.step}"
         log.announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
         self._finiteness.look()

@@ -13,6 +13,7 @@ from offbeat import AsyncTrainingMonitor, optim
 from offbeat.errors import NonFiniteError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
+from offbeat.recovery.directory import entries
 from support.small_net import net
 
 BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 20
@@ -61,6 +62,29 @@ def test_parameters_that_become_nan_are_told_of_once_with_the_step_and_the_remed
     assert "AsyncTrainingMonitor(model, remediation_strategy=" in said
     assert "recovery_strategy='last_good'" in said
     assert json.loads(history.to_json())["first_non_finite"] == 8
+
+
+@pytest.mark.parametrize("kind", GO_ON)
+def test_running_statistics_that_become_infinite_are_told_of_once_with_what_mends_them(
+    kind, tmp_path, caplog
+):
+    """A batch of huge inputs leaves the loss finite, and all later ones."""
+    model = nn.Sequential(nn.BatchNorm1d(4), *net())
+    batches = [(inputs.clone(), targets) for inputs, targets in BATCHES]
+    batches[2][0][0] = 1e30
+    history = train(kind, model, tmp_path, nn.CrossEntropyLoss(), batches)
+    assert history.first_non_finite is None
+    (said,) = warned(caplog)
+    assert "running statistics are not finite, 0.running_var, as after a batch of huge inputs" in said
+    assert "reset_running_stats()" in said
+
+
+def test_a_mask_of_infinities_is_nothing_to_tell_of(tmp_path, caplog):
+    model = net()
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    train("fault_tolerant", model, tmp_path, nn.CrossEntropyLoss())
+    assert warned(caplog) == []
+    assert all(entry.manifest.is_good for entry in entries(tmp_path))
 
 
 def test_where_they_would_be_averaged_it_is_an_error(tmp_path):

@@ -201,6 +201,25 @@ def test_what_a_batch_has_broken_that_a_loss_scale_skips_goes_back(kind, tmp_pat
     assert all(buffer.isfinite().all() for buffer in model.buffers())
 
 
+@pytest.mark.parametrize("kind", ["local", "fault_tolerant"])
+def test_a_log_line_says_how_many_batches_were_skipped_since_the_one_before(kind, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    trainer, _ = trained(kind, model := net(), tmp_path)
+    bad, num = (3, 6, 7), itertools.count(1)
+
+    def loss_fn(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets) * (math.nan if next(num) in bad else 1.0)
+
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject"):
+        run = {"dataloader": BATCHES, "epochs": 1, "loss_fn": loss_fn, "optimizer": optim.SGD(lr=0.1)}
+        trainer.train(**run, log_frequency=5)
+    lines = [
+        text for record in caplog.records if " step " in (text := record.getMessage()) and "loss " in text
+    ]
+    lines = [text.rpartition("samples/s")[2] for text in lines if "samples/s" in text]
+    assert lines == ["; 1 batch skipped)", "; 2 batches skipped)"]
+
+
 def test_an_alert_on_an_update_that_an_accumulator_s_loss_scale_skips_costs_no_other():
     model, scaler, loss_fn = net(), torch.amp.GradScaler("cpu"), Loss(math.inf)
     accumulator = offbeat.AsyncGradientAccumulator(model, accumulation_steps=2, grad_scaler=scaler)
