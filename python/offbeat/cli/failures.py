@@ -69,4 +69,6 @@ def _words(ended: Ended) -> str:
     line = ended.last_line_if_known()
     if len(line) > MAX_WORDS:
         line = f"{line[:MAX_WORDS]}…"
-    return line and f": {line}"
+    if not line:
+        return ""
+    return f"; its last line: {line}" if ended.code < 0 else f": {line}"  # of a signal it is seldom the cause

@@ -164,15 +164,16 @@ def test_a_worker_that_fails_does_not_end_the_others(script, tmp_path):
     os.mkfifo(fifo)
     train = script(
         f"""
-        import os
+        import os, sys
         if os.environ["RANK"] == "0":
+            print("round 3", file=sys.stderr, flush=True)
             os.kill(os.getpid(), 9)
         open({str(fifo)!r}).read()  # until the test says so
         print("all done")
         """
     )
     with command("launch", "--workers", "2", train) as launch:
-        launch.line("worker 0 was ended by signal 9")
+        launch.line("worker 0 was ended by signal 9; its last line: round 3")
         fifo.write_text("go on")
         launch.line("[1] all done")
         assert launch.ends() == 137
