@@ -53,7 +53,7 @@ class BufferSnapshot:
         there = with_values(tensors)
         copied = few(self._module, there) if self._are_few else there
         memory, self._values = self._values, {}
-        with torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():  # it may be taken once more in neither
             for name, buffer in copied.items():
                 value = memory.get(name)
                 self._values[name] = value.copy_(buffer) if fits(value, buffer) else buffer.clone()

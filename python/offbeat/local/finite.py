@@ -10,7 +10,7 @@ from offbeat import log, trained_by
 from offbeat.history import History
 from offbeat.local.buffers import has_values
 
-__all__ = ["Finiteness", "not_finite", "statistics_not_finite", "statistics_of", "words_of"]
+__all__ = ["Finiteness", "not_finite", "statistics_not_finite", "words_of"]
 
 MOST_WAITING = 1000
 """Losses that stay on their device until somebody looks: each is a tensor there, with memory of its own."""
@@ -107,16 +107,16 @@ class Finiteness:
             self._find(self._history.steps, None, since=self._skipped_since)
 
     def _look_at_statistics(self) -> None:
-        if self._is_lost or self._has_told_of_statistics:
+        if self._is_lost:
             return
-        if names := statistics_not_finite(self._module):
-            self._has_told_of_statistics = True
+        names, has_told = statistics_not_finite(self._module), self._has_told_of_statistics
+        self._has_told_of_statistics = bool(names)
+        if names and not has_told:
             log.warn(
                 f"at step {self._history.steps} running statistics are not finite, {_some(names)}, as after "
-                f"a batch of huge inputs: training goes on, for it does not read them, and what the model "
-                f"gives in eval mode is of no use. Look at the data, and mend them with "
-                f"reset_running_stats(), or go back to where all was finite with "
-                f"FaultTolerantTrainer(recovery_strategy='last_good')"
+                f"a batch of huge inputs: training goes on, for it does not read them; what the model gives "
+                f"in eval mode is of no use, and stays so: look at the data, and call reset_running_stats() "
+                f"of those layers, after which they are learnt anew"
             )
 
     def _find(self, step: int, loss: float | None, since: int | None = None) -> None:
@@ -135,25 +135,20 @@ def not_finite(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.requires_grad and not bool(p.isfinite().all())]
 
 
-def statistics_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Give the running statistics of a module's batch and instance norms, by which it evaluates.
-
-    Of a buffer in general nobody knows whether it is to be finite: a mask is not.
-    """
-    return {
-        f"{prefix}.{key}".removeprefix("."): buffer
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, _NormBase)
-        for key, buffer in (("running_mean", part.running_mean), ("running_var", part.running_var))
-        if buffer is not None and has_values(buffer)
-    }
-
-
 def statistics_not_finite(module: nn.Module) -> list[str]:
-    """Name those that have a NaN or an infinity; waits once for each device."""
+    """Name the running statistics of batch norms in training that have a NaN or an infinity.
+
+    Of a buffer in general nobody knows whether it is to be finite: a mask is not. To look at a DTensor would
+    take all its processes. Waits once for each device.
+    """
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, buffer in statistics_of(module).items():
-        by_device.setdefault(buffer.device, {})[name] = buffer.detach().isfinite().all()
+    for prefix, part in module.named_modules():
+        if not (isinstance(part, _NormBase) and part.training):
+            continue
+        for key, buffer in (("running_mean", part.running_mean), ("running_var", part.running_var)):
+            if type(buffer) is torch.Tensor and has_values(buffer):
+                name = f"{prefix}.{key}".removeprefix(".")
+                by_device.setdefault(buffer.device, {})[name] = buffer.isfinite().all()
     return [
         name
         for are_finite in by_device.values()

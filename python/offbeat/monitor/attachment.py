@@ -160,6 +160,11 @@ class Attachment:
         if self._may_drop:
             self.gradients.keep_buffers()
 
+    def look_for_skipped(self) -> None:
+        """See whether a GradScaler has skipped a step of a user's loop, of which no hook hears."""
+        if self._may_drop and self.gradients.was_skipped(None):
+            self.gradients.mend_buffers()
+
     def was_set(self, thing: object, name: str) -> None:
         """Hear that a trainer has set an attribute of a thing's."""
         if (was_set := self._was_set()) is not None:

@@ -74,7 +74,7 @@ class Gradients:
         self._left: dict[int, _Left] = {}  # by parameter
         self._is_first = True
         self._is_scaled_by_others = False
-        self._scale_then: float | None = None  # when it was last asked whether the scaler has skipped a step
+        self._scale_then: tuple[float, float] | None = None  # when it was last asked whether one was skipped
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
         self._ratio_since: float | None = None  # where they are of another process
         self._buffers: BufferSnapshot | None = None
@@ -189,12 +189,16 @@ class Gradients:
     def was_skipped(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Tell whether a GradScaler skips this step, or has skipped one since this was last asked.
 
-        Of an optimizer that does not step nobody hears; but the scale is less then.
+        Of an optimizer that does not step nobody hears; but the scale is less then, or as it was before it
+        had grown, and steps towards its growth are counted anew.
 
         Args:
             optimizer: The one that is about to step, if it is known.
         """
-        then, now = self._scale_then, None if self._scaler is None else float(self._scaler.get_scale())
+        then, now = self._scale_then, None
+        if self._scaler is not None:
+            state: dict[str, Any] = getattr(self._scaler, "state_dict", dict)()
+            now = float(self._scaler.get_scale()), float(state.get("_growth_tracker", 0))
         self._scale_then = now
         return _will_skip(optimizer) or (then is not None and now is not None and now < then)
 

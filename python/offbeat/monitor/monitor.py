@@ -83,7 +83,8 @@ class AsyncTrainingMonitor:
             in which it made NaN or infinities is as it was when the monitor was made: load a model before
             that. A part or a buffer that is new since keeps what the batch has made of it, and so do a buffer
             of more numbers than are trained and than four million, and one of a sparse or quantized layout.)
-            Of a batch whose step a GradScaler skips, buffers keep nothing that is NaN or infinite. Where no
+            Of a batch whose step a GradScaler skips, buffers keep nothing that is NaN or infinite: in a loop
+            of your own from the next call of `observe`, `report` or `close` on, or the next step. Where no
             step has passed for 100 it is warned of, and after 200 the range is learnt anew.
             "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
@@ -277,6 +278,7 @@ class AsyncTrainingMonitor:
         ]
         refuse(faults)
         self._check_open()
+        self._look_for_skipped()
         with self._lock:
             self._ahead = step - self._num_steps
             alerts = self._take({name: v for name, v in readings.items() if v is not None}, worker)
@@ -316,6 +318,7 @@ class AsyncTrainingMonitor:
 
     def report(self) -> MonitorReport:
         """Tell what was seen and done so far."""
+        self._look_for_skipped()
         with self._lock:
             return self._course.report()
 
@@ -390,6 +393,7 @@ class AsyncTrainingMonitor:
 
     def close(self) -> None:
         """Let go of all remedies, and watch no more. May be called twice."""
+        self._look_for_skipped()
         with self._lock:
             self._is_closed = True
             self._course.let_go()
@@ -405,6 +409,10 @@ class AsyncTrainingMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _look_for_skipped(self) -> None:
+        if self._attachment is not None and not self._is_closed:
+            self._attachment.look_for_skipped()
 
     # ------------------------------------------------------------------ what hooks call
 

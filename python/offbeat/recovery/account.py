@@ -62,6 +62,7 @@ class Account:
         self._for_scheduler = for_scheduler
         if monitor is not None:
             monitor.read()  # of a `train` before, which broke off before it saved
+        self.logged_skipped = 0  # batches, until the newest log line
         self._new_samples = 0
         self._monitored: float | None = None
         self._monitored_samples: int | None = None
@@ -111,6 +112,7 @@ class Account:
             staleness=staleness,
         )
         self.history.records.append(record)
+        self.logged_skipped = self.history.skipped
         return record
 
     def validated(self, epoch: int, metrics: dict[str, float]) -> None:
@@ -160,6 +162,7 @@ class Account:
             "samples": history.samples,
             "epochs": history.epochs,
             "skipped": history.skipped,
+            "logged_skipped": self.logged_skipped,
             "first_non_finite": history.first_non_finite,
             "receipts": dict(history.receipts),
             "seconds": history.seconds,
@@ -184,6 +187,7 @@ class Account:
         history.steps, history.samples, history.epochs = state["steps"], state["samples"], state["epochs"]
         history.seconds, history.skipped = state["seconds"], state["skipped"]
         history.first_non_finite = state.get("first_non_finite")  # which older checkpoints do not tell
+        self.logged_skipped = state.get("logged_skipped", history.skipped)
         history.receipts = dict(state["receipts"])
         history.records = _records(state["records"])
         history.validation = [Validated(*one) for one in state.get("validation", ())]  # nor of this

@@ -124,7 +124,7 @@ def ranked(
             lacking = f"a finite {monitor!r}, which recovery_strategy 'best' goes by"
         case "last_good":
             wanted = [m for m in found if m.is_good]
-            lacking = "finite parameters and statistics and a loss within its band, as 'last_good' asks for"
+            lacking = "finite parameters and a loss within its band, as 'last_good' asks for"
         case _:
             return list(found)
     if found and not wanted:

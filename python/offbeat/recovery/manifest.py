@@ -73,7 +73,7 @@ class Manifest:
         seconds: Wall time of training, over all lives.
         written_unix_s: When.
         is_finished: Whether all was done that `train` had been asked for, or it was stopped.
-        is_good: Whether parameters and running statistics are finite and the loss is within the band.
+        is_good: Whether the parameters are finite and the loss is within the band.
         loss: Mean of the newest steps; NaN before the first.
         band: What the loss may be at most; None while it is not known.
         monitored: Of what `monitor` names, the mean since the last checkpoint that broke

@@ -177,6 +177,6 @@ def _why_none(found: Sequence[Manifest]) -> str:
             f"and deterministic=True takes none such by itself: rollback({good[-1]}) goes back to it"
         )
     return (
-        f"of the {len(found)} there none has finite parameters and statistics and a loss within its band; "
+        f"of the {len(found)} there none has finite parameters and a loss within its band; "
         f"rollback(step=...) goes back to one all the same"
     )

@@ -34,7 +34,7 @@ from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.nest import flatten
 from offbeat.recovery.place import Data
 from offbeat.recovery.rollback import WayBack
-from offbeat.recovery.saver import Draft, Saver, to_be_finite
+from offbeat.recovery.saver import Draft, Saver, parameters_of
 from offbeat.recovery.trainee import GoesBack, Trainee
 from offbeat.termination import BrokenOff, Terminated
 from offbeat.worker.account import Account as Pushes
@@ -184,7 +184,6 @@ class Run:
         self._seconds_before = account.history.seconds
         self._began = time.monotonic()
         self._logged = self._began, account.history.samples
-        self._skipped = account.history.skipped  # at the newest log line
 
     def run(self) -> None:
         """Train to the end, and save that.
@@ -520,7 +519,7 @@ class Run:
             torch=torch.__version__,
             files=(),
         )
-        return Draft(parts, manifest, to_be_finite(self._trainee.module, parts.model.tensors))
+        return Draft(parts, manifest, parameters_of(self._trainee.module, parts.model.tensors))
 
     def _rest(self, account: Account) -> Callable[[], dict[str, Any]]:
         return lambda: {
@@ -542,6 +541,7 @@ class Run:
 
     def _log(self) -> None:
         self._note_time()
+        num_skipped = self._account.history.skipped - self._account.logged_skipped
         fates = self._pushes.fates
         staleness, told = fates.mean_staleness, fates.read()
         version, empty = self._trainee.version(self._account.history.steps), self._account.unmeasured
@@ -553,8 +553,7 @@ class Run:
         measured = words_of(record.metrics, without=empty)
         epoch = min(self._account.history.epochs + 1, self._plan.goal.epochs)
         aside = f"; {told}" if told else ""
-        aside += words_of_skipped(self._account.history.skipped - self._skipped)
-        self._skipped = self._account.history.skipped
+        aside += words_of_skipped(num_skipped)
         where = f"epoch {epoch}/{self._plan.goal.epochs}, step {record.step}"
         log.announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
         self._finiteness.look()

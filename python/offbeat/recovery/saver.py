@@ -13,7 +13,6 @@ import torch
 from offbeat import log
 from offbeat.errors import CheckpointError
 from offbeat.frequency import Every
-from offbeat.local.finite import statistics_of
 from offbeat.module.table import unwrap
 from offbeat.recovery.choice import preferred
 from offbeat.recovery.directory import Directory, entries, name_of
@@ -43,12 +42,12 @@ class Draft:
     Attributes:
         parts: The state; its tensors are where training goes on changing them.
         manifest: All that is known before it is written.
-        to_be_finite: Names of the model's tensors that are, where it is good.
+        parameters: Names of the model's, which are to be finite.
     """
 
     parts: Parts
     manifest: Manifest
-    to_be_finite: frozenset[str]
+    parameters: frozenset[str]
 
 
 def is_due(
@@ -280,7 +279,7 @@ class Saver:
         number, self._number = self._number, self._number + 1
         self._saved = draft.manifest.step, self._clock()
         manifest = replace(draft.manifest, number=number)
-        self._writing = self._thread.submit(self._write, parts, manifest, draft.to_be_finite)
+        self._writing = self._thread.submit(self._write, parts, manifest, draft.parameters)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.
@@ -321,8 +320,8 @@ class Saver:
         if self._writing is not None and (error := self._writing.exception()) is not None:
             log.warn(words_of_last_failure(error, to_go_on=self.to_go_on))
 
-    def _write(self, parts: Parts, manifest: Manifest, names: Iterable[str]) -> Path:
-        is_good = manifest.is_good and all(are_finite(parts.model.tensors[name]) for name in names)
+    def _write(self, parts: Parts, manifest: Manifest, parameters: Iterable[str]) -> Path:
+        is_good = manifest.is_good and all(are_finite(parts.model.tensors[name]) for name in parameters)
 
         def fill(folder: Path) -> None:
             files = write(folder, parts)
@@ -349,8 +348,6 @@ class Saver:
             )
 
 
-def to_be_finite(module: torch.nn.Module, tensors: Iterable[str]) -> frozenset[str]:
-    """Name those tensors of a module's state that are its parameters, or running statistics."""
-    own = unwrap(module)
-    names = frozenset(dict(own.named_parameters(remove_duplicate=False))) | frozenset(statistics_of(own))
-    return names & frozenset(tensors)
+def parameters_of(module: torch.nn.Module, tensors: Iterable[str]) -> frozenset[str]:
+    """Name those tensors of a module's state that are its parameters."""
+    return frozenset(dict(unwrap(module).named_parameters(remove_duplicate=False))) & frozenset(tensors)

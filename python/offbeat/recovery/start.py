@@ -11,7 +11,6 @@ from torch import nn
 from offbeat import log
 from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
 from offbeat.local.loss import wake
-from offbeat.module.table import unwrap
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, ends_again, made_under, preferred, ranked
 from offbeat.recovery.directory import Directory, entries, name_of
@@ -21,7 +20,7 @@ from offbeat.recovery.keepers import bring_back
 from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
 from offbeat.recovery.modes import Modes, modes_of, overlaid, set_modes, words_of_others
 from offbeat.recovery.place import Data
-from offbeat.recovery.saver import to_be_finite
+from offbeat.recovery.saver import parameters_of
 from offbeat.recovery.snapshot import are_finite
 from offbeat.recovery.trainee import Trainee
 
@@ -184,7 +183,7 @@ def _tell_of_bad(bad: Manifest, taken: Found, directory: Directory, *, is_end: b
     """
     what = (
         f"{directory.path / name_of(bad.number, bad.step)} is not good (its loss is {bad.loss:.4g}, or "
-        f"parameters or running statistics are not finite)"
+        f"parameters are not finite)"
     )
     if is_end and ends_again(bad, taken.manifest):
         raise CheckpointError(
@@ -206,8 +205,8 @@ def _ours(strategy: Strategy, manifests: Sequence[Manifest]) -> list[Manifest]:
 
 
 def _is_finite(found: Found, module: nn.Module) -> bool:
-    """Whether parameters and running statistics are: a finite loss may hide one that is not."""
-    return all(are_finite(found.model[name]) for name in to_be_finite(module, found.model))
+    """Whether all parameters are finite: a finite loss may hide one that is not."""
+    return all(are_finite(found.model[name]) for name in parameters_of(module, found.model))
 
 
 def _first_whole(directory: Directory, wanted: Sequence[Manifest], faults: dict[str, str]) -> Found | None:
@@ -362,8 +361,6 @@ def _not_finite(found: Found, module: nn.Module) -> str | None:
     """Word what a checkpoint has that is not finite; None if all is."""
     if found.manifest.is_good:
         return None
-    names = {name for name in to_be_finite(module, found.model) if not are_finite(found.model[name])}
-    if names:
-        parameters = dict(unwrap(module).named_parameters(remove_duplicate=False)).keys()
-        return f"{'parameters' if names & parameters else 'running statistics'} are not finite"
+    if not _is_finite(found, module):
+        return "parameters are not finite"
     return None if math.isfinite(found.manifest.loss) else "the loss is not finite"

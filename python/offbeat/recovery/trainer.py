@@ -90,14 +90,13 @@ class FaultTolerantTrainer:
         checkpoint_dir: Where checkpoints are kept, for this run alone; `~` is one's home.
         checkpoint_frequency: What is between two: steps, or a time such as "30s". The end is saved as well.
         recovery_strategy: "latest" goes on from the newest; "best" from that with the best mean of what
-            `monitor` names; "last_good" from the newest with finite parameters and running statistics and a
-            loss within its band; "none" begins anew, and refuses a directory in which something is; a path,
-            from that checkpoint. Where the directory has none, the run begins. "best" and a path go back
-            once: where the newest checkpoint was made under the same of these, the run goes on from that,
-            and one that is done trains nothing. "last_good" goes back at each start whose newest is not good;
-            where the same command is done, only if that is not finite: a higher loss is an end as well.
-            From such an end it goes back once, and again only if a newer good one has come of that; else it
-            raises.
+            `monitor` names; "last_good" from the newest with finite parameters and a loss within its band;
+            "none" begins anew, and refuses a directory in which something is; a path, from that checkpoint.
+            Where the directory has none, the run begins. "best" and a path go back once: where the newest
+            checkpoint was made under the same of these, the run goes on from that, and one that is done
+            trains nothing. "last_good" goes back at each start whose newest is not good; where the same
+            command is done, only if that is not finite: a higher loss is an end as well. From such an end it
+            goes back once, and again only if a newer good one has come of that; else it raises.
         device: Where to train a module; of others it is theirs.
         monitor: A metric, as in `train`, of which each checkpoint keeps the mean since the one before. One of
             fewer than half as many samples as was usual before it is not taken for the best.
@@ -433,9 +432,9 @@ class FaultTolerantTrainer:
     def checkpoint_steps(self) -> list[int]:
         """List to which steps `rollback` may go back by itself, those that were written last first.
 
-        These are checkpoints with finite parameters and statistics and a loss within its band that no
-        rollback has gone back from; with `deterministic` and a `checkpoint_frequency` in steps only those at
-        multiples of it, which there are in each run.
+        These are checkpoints with finite parameters and a loss within its band that no rollback has gone back
+        from; with `deterministic` and a `checkpoint_frequency` in steps only those at multiples of it, which
+        there are in each run.
 
         Raises:
             CheckpointError: If one cannot be read.

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 import offbeat
 from offbeat import optim
+from offbeat.history import History
+from offbeat.local.finite import Finiteness
 from support.group import together
 from support.small_net import normed
 
@@ -105,3 +107,21 @@ def test_buffers_that_are_dtensors_go_back_as_well():
         assert num_dropped == 1
         assert seen[0] == seen[1] != seen[2]
         assert all(math.isfinite(number) for number in seen[2])
+
+
+def normed_by_dtensors(rank):
+    """Train a model whose statistics are DTensors, with log lines."""
+    del rank
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    distribute_module(model[0], mesh)
+    inputs = DTensor.from_local(torch.randn(8, 4), mesh, [Replicate()])
+    finiteness = Finiteness(model, History(), remedy="none")
+    model[0](inputs)
+    finiteness.add(torch.zeros(()), 1)
+    finiteness.look()
+    return type(model[0].running_mean) is DTensor
+
+
+def test_statistics_that_are_dtensors_are_left_alone():
+    assert together(normed_by_dtensors, 2) == [True, True]

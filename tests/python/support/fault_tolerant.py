@@ -460,7 +460,8 @@ def started(target, *arguments, **keywords):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Python 3.11 begins a fork server without our `sys.path`, and is silent of what it cannot load there.
-    with mock.patch.dict(os.environ, PYTHONPATH=str(TESTS)):
+    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, PYTHONPATH=paths):
         forkserver.ensure_running()
     process = context.Process(target=target, args=arguments, kwargs=keywords)
     process.start()

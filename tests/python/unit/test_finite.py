@@ -13,7 +13,6 @@ from offbeat import AsyncTrainingMonitor, optim
 from offbeat.errors import NonFiniteError
 from offbeat.history import History
 from offbeat.local.finite import Finiteness
-from offbeat.recovery.directory import entries
 from support.small_net import net
 
 BATCHES = [(torch.ones(6, 4), torch.zeros(6, dtype=torch.long))] * 20
@@ -79,12 +78,34 @@ def test_running_statistics_that_become_infinite_are_told_of_once_with_what_mend
     assert "reset_running_stats()" in said
 
 
-def test_a_mask_of_infinities_is_nothing_to_tell_of(tmp_path, caplog):
+def test_running_statistics_that_were_mended_are_told_of_once_more(tmp_path, caplog):
+    model = nn.Sequential(nn.BatchNorm1d(4), *net())
+    batches = [(inputs.clone(), targets) for inputs, targets in BATCHES]
+    for number in (2, 13):
+        batches[number][0][0] = 1e30
+
+    def mend(*_, num=[0]):  # noqa: B006  counts the calls
+        num[0] += 1
+        if num[0] == 7:
+            model[0].reset_running_stats()
+
+    model.register_forward_pre_hook(mend)
+    train("local", model, tmp_path, nn.CrossEntropyLoss(), batches)
+    assert [text.split(" running ")[0] for text in warned(caplog)] == ["at step 5", "at step 15"]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_is_to_be_infinite_or_is_frozen_is_nothing_to_tell_of(is_frozen, tmp_path, caplog):
     model = net()
-    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    if is_frozen:
+        model.append(norm := nn.BatchNorm1d(2))
+        norm.running_var.fill_(math.inf)
+        norm.train = lambda mode: norm  # as who fine-tunes lets it be
+        norm.training = False
+    else:
+        model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
     train("fault_tolerant", model, tmp_path, nn.CrossEntropyLoss())
     assert warned(caplog) == []
-    assert all(entry.manifest.is_good for entry in entries(tmp_path))
 
 
 def test_where_they_would_be_averaged_it_is_an_error(tmp_path):

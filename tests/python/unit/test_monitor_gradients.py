@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 import math
 import weakref
 
@@ -862,6 +863,41 @@ def test_what_a_batch_has_broken_whose_step_a_grad_scaler_skips_goes_back(fused,
             scaler.update()
     assert all(buffer.isfinite().all() for buffer in model.buffers())
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+class Scaled(nn.Module):
+    """Reads in its forward what it keeps: once that is NaN, all is."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = normed()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs):
+        self.scale.mul_(0.9).add_(0.1 * inputs.detach().abs().mean())
+        return self.last(inputs / self.scale)
+
+
+@pytest.mark.parametrize("bad", [3, 4, 9], ids=["in between", "as the scale has grown", "the last"])
+def test_what_is_read_again_or_came_last_goes_back_when_the_loop_observes_or_ends(bad):
+    """The scale is halved by that, to what it was before it had grown."""
+    model = Scaled()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+    optimizer, scales = sgd(model), []
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler) as monitor:
+        for number in range(10):
+            x, y = batch(number)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x * math.nan if number == bad else x), y)
+            monitor.observe(number, loss=loss.detach())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert monitor.report().num_dropped == 0
+        assert all(buffer.isfinite().all() for buffer in model.buffers())
+    assert scales[bad] == scales[bad - 1] / 2
+    assert sum(after < before for before, after in itertools.pairwise(scales)) <= 2
 
 
 def test_a_finite_batch_whose_step_a_grad_scaler_skips_counts_in_buffers_as_without_a_monitor():

@@ -220,6 +220,31 @@ def test_a_log_line_says_how_many_batches_were_skipped_since_the_one_before(kind
     assert lines == ["; 1 batch skipped)", "; 2 batches skipped)"]
 
 
+def test_a_log_line_after_a_crash_counts_what_was_skipped_before_it(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
+    def life(crash_in):
+        num = itertools.count(1)
+
+        def loss_fn(outputs, targets):
+            if (at := next(num)) == crash_in:
+                raise KeyError("a crash")
+            return nn.functional.cross_entropy(outputs, targets) * (math.nan if at in (6, 7) else 1.0)
+
+        trainer = offbeat.FaultTolerantTrainer(
+            model := net(), checkpoint_dir=tmp_path, checkpoint_frequency=8
+        )
+        run = {"dataloader": BATCHES, "epochs": 1, "loss_fn": loss_fn, "optimizer": optim.SGD(lr=0.1)}
+        with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject"):
+            trainer.train(**run, log_frequency=5)
+
+    with pytest.raises(KeyError, match="a crash"):
+        life(crash_in=9)
+    life(crash_in=0)
+    lines = [text for record in caplog.records if "samples/s" in (text := record.getMessage())]
+    assert [text.rpartition("samples/s")[2] for text in lines] == [")", "; 2 batches skipped)"]
+
+
 def test_an_alert_on_an_update_that_an_accumulator_s_loss_scale_skips_costs_no_other():
     model, scaler, loss_fn = net(), torch.amp.GradScaler("cpu"), Loss(math.inf)
     accumulator = offbeat.AsyncGradientAccumulator(model, accumulation_steps=2, grad_scaler=scaler)
