@@ -10,7 +10,7 @@ from offbeat import log, trained_by
 from offbeat.history import History
 from offbeat.local.buffers import has_values
 
-__all__ = ["Finiteness", "not_finite", "statistics_not_finite", "words_of"]
+__all__ = ["Finiteness", "not_finite", "words_of"]
 
 MOST_WAITING = 1000
 """Losses that stay on their device until somebody looks: each is a tensor there, with memory of its own."""
@@ -109,7 +109,7 @@ class Finiteness:
     def _look_at_statistics(self) -> None:
         if self._is_lost:
             return
-        names, has_told = statistics_not_finite(self._module), self._has_told_of_statistics
+        names, has_told = _statistics_not_finite(self._module), self._has_told_of_statistics
         self._has_told_of_statistics = bool(names)
         if names and not has_told:
             log.warn(
@@ -135,7 +135,7 @@ def not_finite(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.requires_grad and not bool(p.isfinite().all())]
 
 
-def statistics_not_finite(module: nn.Module) -> list[str]:
+def _statistics_not_finite(module: nn.Module) -> list[str]:
     """Name the running statistics of batch norms in training that have a NaN or an infinity.
 
     Of a buffer in general nobody knows whether it is to be finite: a mask is not. To look at a DTensor would

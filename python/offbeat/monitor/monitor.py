@@ -84,7 +84,7 @@ class AsyncTrainingMonitor:
             that. A part or a buffer that is new since keeps what the batch has made of it, and so do a buffer
             of more numbers than are trained and than four million, and one of a sparse or quantized layout.)
             Of a batch whose step a GradScaler skips, buffers keep nothing that is NaN or infinite: in a loop
-            of your own from the next call of `observe`, `report` or `close` on, or the next step. Where no
+            of your own from the next call of `observe` or `close` on, or the next step. Where no
             step has passed for 100 it is warned of, and after 200 the range is learnt anew.
             "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
@@ -318,7 +318,6 @@ class AsyncTrainingMonitor:
 
     def report(self) -> MonitorReport:
         """Tell what was seen and done so far."""
-        self._look_for_skipped()
         with self._lock:
             return self._course.report()
 

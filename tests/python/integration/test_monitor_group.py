@@ -110,7 +110,7 @@ def test_buffers_that_are_dtensors_go_back_as_well():
 
 
 def normed_by_dtensors(rank):
-    """Train a model whose statistics are DTensors, with log lines."""
+    """Look, as a log line does, at a model whose statistics are DTensors."""
     del rank
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     mesh = init_device_mesh("cpu", (2,))

@@ -21,9 +21,8 @@ def wait_for(condition, timeout_s=20):
     while not condition():
         if time.monotonic() >= end:
             for child in multiprocessing.active_children():
-                if (
-                    not child.daemon
-                ):  # those are of `support.host` and `support.group`, for tests to come, too
+                # Daemons are of `support.host` and `support.group`, for tests to come, too.
+                if not child.daemon:
                     os.kill(child.pid, SHOWS_STACKS)
             waiting.wait(0.5)  # until they have been captured
             raise AssertionError("it never came true")

@@ -1,5 +1,6 @@
 """What trains on with a loss or parameters that are not finite is told of once, and in the history."""
 
+import itertools
 import json
 import logging
 import math
@@ -84,9 +85,10 @@ def test_running_statistics_that_were_mended_are_told_of_once_more(tmp_path, cap
     for number in (2, 13):
         batches[number][0][0] = 1e30
 
-    def mend(*_, num=[0]):  # noqa: B006  counts the calls
-        num[0] += 1
-        if num[0] == 7:
+    num = itertools.count(1)
+
+    def mend(*_):
+        if next(num) == 7:
             model[0].reset_running_stats()
 
     model.register_forward_pre_hook(mend)

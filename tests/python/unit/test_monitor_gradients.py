@@ -895,7 +895,7 @@ def test_what_is_read_again_or_came_last_goes_back_when_the_loop_observes_or_end
             scaler.update()
             scales.append(scaler.get_scale())
         assert monitor.report().num_dropped == 0
-        assert all(buffer.isfinite().all() for buffer in model.buffers())
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
     assert scales[bad] == scales[bad - 1] / 2
     assert sum(after < before for before, after in itertools.pairwise(scales)) <= 2
 
@@ -946,6 +946,17 @@ def test_a_dropped_step_leaves_a_graph_that_a_user_keeps_over_it_to_its_backward
     assert all(buffer.isfinite().all() for buffer in model.buffers())
 
 
+def train_and_drop(model):
+    """Make a step, and drop the next."""
+    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
+        for factor in (1.0, math.nan):
+            x, y = batch(0)
+            model.zero_grad()
+            functional.cross_entropy(model(factor * x), y).backward()
+            sgd(model).step()
+        assert monitor.report().num_dropped == 1
+
+
 def test_of_a_buffer_that_is_larger_than_all_that_is_trained_no_copy_is_kept_and_others_go_back():
     class Tabled(nn.Module):
         def __init__(self):
@@ -958,13 +969,7 @@ def test_of_a_buffer_that_is_larger_than_all_that_is_trained_no_copy_is_kept_and
             return self.last(inputs)
 
     model = Tabled()
-    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
-        for factor in (1.0, math.nan):
-            x, y = batch(0)
-            model.zero_grad()
-            functional.cross_entropy(model(factor * x), y).backward()
-            sgd(model).step()
-        assert monitor.report().num_dropped == 1
+    train_and_drop(model)
     assert model.last[-1].num_batches_tracked == 1
     assert model.table[0] == 2
 
@@ -976,13 +981,7 @@ SMALL = [name for name in ("int4", "uint2", "bits8", "float4_e2m1fn_x2") if hasa
 def test_a_buffer_of_numbers_that_torch_can_only_store_is_left_alone(dtype):
     model = normed()
     model.register_buffer("packed", torch.ones(4, dtype=torch.uint8).view(getattr(torch, dtype)))
-    with AsyncTrainingMonitor(model, ["non_finite"], remediation_strategy="reject") as monitor:
-        for factor in (1.0, math.nan):
-            x, y = batch(0)
-            model.zero_grad()
-            functional.cross_entropy(model(factor * x), y).backward()
-            sgd(model).step()
-        assert monitor.report().num_dropped == 1
+    train_and_drop(model)
     assert model[-1].num_batches_tracked == 1
 
 
