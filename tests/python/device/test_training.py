@@ -1,6 +1,4 @@
-"""The trainer, the worker and the monitor on a device."""
-
-import math
+"""The trainer and the worker on a device."""
 
 import numpy as np
 import pytest
@@ -162,25 +160,3 @@ def test_a_worker_trains_with_its_statistics(device):
         live.step()
     for name, value in theirs.state_dict().items():
         assert np.allclose(np.asarray(held[name]), value.numpy(), rtol=1e-4, atol=1e-5), name
-
-
-def test_a_monitor_sees_what_is_not_finite_and_rolls_back(device, tmp_path):
-    trainer = offbeat.FaultTolerantTrainer(model(), tmp_path, checkpoint_frequency=5, device=device)
-    live = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    spoilt = []
-
-    @torch.no_grad()
-    def spoil(*_):
-        if trainer.history.steps + 1 == 30 and not spoilt:
-            spoilt.append(True)
-            for parameter in trainer.model.parameters():
-                parameter.mul_(math.nan)
-
-    live.register_step_post_hook(spoil)
-    monitor = offbeat.AsyncTrainingMonitor(
-        trainer.model, ["loss", "gradient_norm", "update_ratio"], remediation_strategy="rollback", patience=1
-    )
-    trainer.train(dataloader=batches(20), epochs=4, optimizer=live, loss_fn=LOSS)
-    assert spoilt
-    assert monitor.report().alerts
-    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
