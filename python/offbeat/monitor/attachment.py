@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offbeat import trained_by
 from offbeat.local import lr_scale
 from offbeat.local.finite import not_finite
+from offbeat.monitor.buffer_guard import BufferGuard
 from offbeat.monitor.gradients import Gradients
 
 __all__ = ["Attachment"]
@@ -81,7 +82,6 @@ class Attachment:
         self._is_lost = weakref.WeakMethod(is_lost)
         self._keep, self._bring = weakref.WeakMethod(keep), weakref.WeakMethod(bring)
         self._is_judged = False
-        self._may_drop = may_drop
         self.gradients = Gradients(
             model,
             scaler,
@@ -89,8 +89,7 @@ class Attachment:
             are_gathered=lambda: _are_gathered(reference()),
             are_unscaled=lambda: _are_unscaled(reference()),
         )
-        if may_drop:
-            self.gradients.keep_buffers_at_first()
+        self._buffers = BufferGuard(model, scaler) if may_drop else None  # none once this is closed
         trained_by.watch(model, self)
         ours = weakref.ref(self)
 
@@ -106,6 +105,7 @@ class Attachment:
         """Hear no more."""
         self._detach()
         self.gradients.close()
+        self._buffers = None
         if (model := self._model()) is not None:
             trained_by.unwatch(model, self)
 
@@ -141,15 +141,15 @@ class Attachment:
     def skipped(self) -> None:
         """Hear of a step that a loss scale skips: of buffers its batch leaves no broken ones."""
         self._forget_gradients()
-        if self._may_drop:
-            self.gradients.mend_buffers()
+        if (buffers := self._buffers) is not None:
+            buffers.mend()
 
     def went_back(self) -> None:
         """Hear that the model has the values of a checkpoint: what was kept of it is of others."""
         self._forget_gradients()
         self.gradients.resume(None)
-        if self._may_drop:
-            self.gradients.keep_buffers()
+        if (buffers := self._buffers) is not None:
+            buffers.keep()
 
     def moves(self) -> None:
         """Hear that what moves the parameters next is no step: how far the last one moved them is kept."""
@@ -157,13 +157,14 @@ class Attachment:
 
     def moved(self) -> None:
         """Hear that a round is over: a batch that is dropped next is to leave what it has made of buffers."""
-        if self._may_drop:
-            self.gradients.keep_buffers()
+        if (buffers := self._buffers) is not None:
+            buffers.look()
+            buffers.keep()
 
     def look_for_skipped(self) -> None:
         """See whether a GradScaler has skipped a step of a user's loop, of which no hook hears."""
-        if self._may_drop and self.gradients.was_skipped(None):
-            self.gradients.mend_buffers()
+        if (buffers := self._buffers) is not None:
+            buffers.look()
 
     def was_set(self, thing: object, name: str) -> None:
         """Hear that a trainer has set an attribute of a thing's."""
@@ -179,8 +180,8 @@ class Attachment:
         """Let the monitor go on from there, in a model that has its values back already."""
         if state is not None and (bring := self._bring()) is not None:
             bring(state)
-            if self._may_drop:
-                self.gradients.keep_buffers()  # a batch that is dropped next is to leave these
+            if (buffers := self._buffers) is not None:
+                buffers.keep()
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,15 +213,12 @@ class Attachment:
     def _is_used(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""
         judge_step = self._judge_step()
-        was_skipped = self._may_drop and self.gradients.was_skipped(optimizer)
+        buffers = self._buffers
+        is_skipped = buffers is not None and buffers.is_skipped(optimizer)
         is_used = judge_step is None or judge_step(optimizer)
         self.has_dropped = not is_used
-        if not is_used:
-            self.gradients.restore_buffers()
-        elif self._may_drop:
-            if was_skipped:
-                self.gradients.mend_buffers()
-            self.gradients.keep_buffers()
+        if buffers is not None:
+            buffers.settle(is_used=is_used, is_skipped=is_skipped)
         return is_used
 
     def _forget_gradients(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offbeat import log
-from offbeat.local.buffer_snapshot import BufferSnapshot
+from offbeat.monitor.skips import is_told_to_skip
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -74,11 +74,8 @@ class Gradients:
         self._left: dict[int, _Left] = {}  # by parameter
         self._is_first = True
         self._is_scaled_by_others = False
-        self._scale_then: tuple[float, float] | None = None  # when it was last asked whether one was skipped
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
         self._ratio_since: float | None = None  # where they are of another process
-        self._buffers: BufferSnapshot | None = None
-        self._are_at_first = False  # they are of before any step
         ours = weakref.ref(self)  # a parameter outlives a monitor that is let go of
 
         def accumulated(parameter: torch.Tensor) -> None:
@@ -109,7 +106,7 @@ class Gradients:
         if not self._is_measured:
             return Reading(0.0, 0)
         own_scale = getattr(optimizer, "grad_scale", None)  # of a fused one, which divides by it itself
-        if _will_skip(optimizer):
+        if is_told_to_skip(optimizer):
             self._left.clear()
             return None
         there = [p for p in self._model.parameters() if p.grad is not None]
@@ -174,50 +171,6 @@ class Gradients:
         for p in self._model.parameters():
             p.grad = None
 
-    def keep_buffers_at_first(self) -> None:
-        """Keep what they hold before any step; the module may be loaded, or moved, before the first."""
-        self._buffers, self._are_at_first = BufferSnapshot(self._model, are_few=True), True
-
-    def keep_buffers(self) -> None:
-        """Keep what the buffers hold now, for `restore_buffers`."""
-        if self._buffers is None:
-            self._buffers = BufferSnapshot(self._model, are_few=True)
-        else:
-            self._buffers.renew()
-        self._are_at_first = False
-
-    def was_skipped(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Tell whether a GradScaler skips this step, or has skipped one since this was last asked.
-
-        Of an optimizer that does not step nobody hears; but the scale is less then, or as it was before it
-        had grown, and steps towards its growth are counted anew.
-
-        Args:
-            optimizer: The one that is about to step, if it is known.
-        """
-        then, now = self._scale_then, None
-        if self._scaler is not None:
-            state: dict[str, Any] = getattr(self._scaler, "state_dict", dict)()
-            now = float(self._scaler.get_scale()), float(state.get("_growth_tracker", 0))
-        self._scale_then = now
-        return _will_skip(optimizer) or (then is not None and now is not None and now < then)
-
-    def mend_buffers(self) -> None:
-        """Undo what a batch has broken of them; the rest of it stays, as with a step that was made."""
-        if self._buffers is not None:
-            self._buffers.put_back_broken()
-
-    def restore_buffers(self) -> None:
-        """Undo what a batch whose gradient was dropped has done to them, as to BatchNorm's averages.
-
-        What it assigned goes back where it is broken: a user may have assigned, too, as pruning does. Before
-        any step was used no part goes back that is whole: it may have been loaded since it was kept.
-        """
-        if self._buffers is not None:
-            self._buffers.put_back_broken()
-            if not self._are_at_first:
-                self._buffers.put_back_written()
-
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.
         gradient = parameter.grad
@@ -262,12 +215,6 @@ class _Left:
     def has_changed(self) -> bool:
         """Whether somebody has written to it since."""
         return self.gradient._version != self.version  # noqa: SLF001  torch's own way to ask
-
-
-def _will_skip(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Tell whether a GradScaler has told it not to step, as it tells a fused one."""
-    overflow = getattr(optimizer, "found_inf", None)
-    return overflow is not None and bool(overflow)
 
 
 def _size(norm: float) -> float:

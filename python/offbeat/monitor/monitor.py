@@ -19,6 +19,7 @@ from offbeat.monitor.onset import Onset
 from offbeat.monitor.remedies import until_when
 from offbeat.monitor.report import MonitorReport
 from offbeat.monitor.settings import Callback, Given, resolve
+from offbeat.monitor.skips import Skips
 from offbeat.naming import known_attributes, known_keywords
 
 if TYPE_CHECKING:
@@ -78,14 +79,8 @@ class AsyncTrainingMonitor:
             more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
             gradients down that are above their range, as ZClip does, and drops those that are not finite.
             "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
-            buffers. (Where the batch breaks what you have assigned to a buffer since the last step that was
-            used, that is again what it was then, and of that size. Before any such step a part of the model
-            in which it made NaN or infinities is as it was when the monitor was made: load a model before
-            that. A part or a buffer that is new since keeps what the batch has made of it, and so do a buffer
-            of more numbers than are trained and than four million, and one of a sparse or quantized layout.)
-            Of a batch whose step a GradScaler skips, buffers keep nothing that is NaN or infinite: in a loop
-            of your own from the next call of `observe` or `close` on, or the next step. Where no
-            step has passed for 100 it is warned of, and after 200 the range is learnt anew.
+            buffers (see below). Where no step has passed for 100 it is warned of, and after 200 the range is
+            learnt anew.
             "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
             when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
@@ -114,12 +109,25 @@ class AsyncTrainingMonitor:
         lr_factor: Of "reduce_lr".
         grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
             a loop of your own an alert on a batch whose step it skips costs no later one, and what such a
-            batch has broken of buffers goes back. Without it, the first step that is made after an alert is
-            taken for that batch's.
+            batch has broken of buffers goes back: at the next call of `observe` or `close`, or the next step.
+            Beside a remedy that may drop gradients its scale is read in each of these, which waits for the
+            device. Without it, the first step that is made after an alert is taken for that batch's.
         pause_timeout_s: How long a pause lasts without `resume()`; None: for ever.
 
     Raises:
         ConfigError: Naming all settings that cannot be used; also a remedy that has nothing to act on.
+
+    Note:
+        What a dropped batch has done to buffers is undone, but for this. Where it breaks what you have
+        assigned to a buffer since the last step that was used, that is again what it was then, and of that
+        size. Before any such step a part of the model in which it made NaN or infinities is as it was when
+        the monitor was made: load a model before that. A part or a buffer that is new since keeps what the
+        batch has made of it; so do a buffer of more numbers than are trained and than four million, and one
+        of a sparse or quantized layout.
+
+        Of a batch whose step a GradScaler skips, buffers keep nothing that is NaN or infinite, and else what
+        torch leaves in them. A loop of your own is best served by `observe` in each step, in the thread that
+        trains: where a forward reads what is broken, all batches after it would be skipped.
 
     Example:
         >>> monitor = offbeat.AsyncTrainingMonitor(divergence_metrics=["loss"])
@@ -187,8 +195,7 @@ class AsyncTrainingMonitor:
         self._is_outdated = False  # the gradient on the model: it is of before a pause, or a rollback
         self._is_suspect = False  # the gradient of this step, for what was observed before it
         self._is_broken = False  # likewise, by something that is not finite
-        self._scaler = grad_scaler
-        self._scale_then = 0.0  # its scale when one of these came about
+        self._skips = Skips(grad_scaler)  # since one of these came about
         self._resumed = threading.Event()
         self._resumed.set()
         self._pause_timeout_s = pause_timeout_s
@@ -278,7 +285,8 @@ class AsyncTrainingMonitor:
         ]
         refuse(faults)
         self._check_open()
-        self._look_for_skipped()
+        if self._attachment is not None:
+            self._attachment.look_for_skipped()
         with self._lock:
             self._ahead = step - self._num_steps
             alerts = self._take({name: v for name, v in readings.items() if v is not None}, worker)
@@ -392,13 +400,7 @@ class AsyncTrainingMonitor:
 
     def close(self) -> None:
         """Let go of all remedies, and watch no more. May be called twice."""
-        self._look_for_skipped()
-        with self._lock:
-            self._is_closed = True
-            self._course.let_go()
-            self._resumed.set()
-            if self._attachment is not None:
-                self._attachment.close()
+        self._end(mends=True)
 
     def __enter__(self) -> Self:
         """Use it in a `with` block, at whose end it is closed."""
@@ -407,11 +409,7 @@ class AsyncTrainingMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def _look_for_skipped(self) -> None:
-        if self._attachment is not None and not self._is_closed:
-            self._attachment.look_for_skipped()
+        self._end(mends=kind is None)  # nothing is to hide why a block has failed
 
     # ------------------------------------------------------------------ what hooks call
 
@@ -473,6 +471,18 @@ class AsyncTrainingMonitor:
 
     # ------------------------------------------------------------------ inside
 
+    def _end(self, *, mends: bool) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._course.let_go()
+            self._resumed.set()
+        if self._attachment is not None:
+            try:
+                if mends:
+                    self._attachment.look_for_skipped()
+            finally:
+                self._attachment.close()
+
     def _take(
         self, readings: Mapping[str, float], worker: str | None, *, is_made: bool = False
     ) -> tuple[Alert, ...]:
@@ -489,8 +499,8 @@ class AsyncTrainingMonitor:
             self._resumed.clear()
         self._is_outdated |= is_alone and self._course.num_went_back > num_went_back
         self._is_suspect |= bool(alerts)
-        if alerts and self._scaler is not None:
-            self._scale_then = float(self._scaler.get_scale())
+        if alerts:
+            self._skips.begin()
         self._is_broken |= is_alone and self._course.keeps_out_non_finite and not all(map(is_finite, alerts))
         return alerts
 
@@ -499,13 +509,12 @@ class AsyncTrainingMonitor:
         return self._attachment is not None and self._attachment.is_lost_now()
 
     def _was_skipped(self) -> bool:
-        """Tell whether the GradScaler has skipped the step of which there was an alert: it told by its scale.
+        """Tell whether the GradScaler has skipped the step of which there was an alert.
 
-        Of an optimizer that does not step no hook hears, and gradients that are gathered over several losses
-        are still to come to theirs.
+        Gradients that are gathered over several losses are still to come to theirs.
         """
         is_any = self._is_suspect or self._is_outdated or self._is_broken
-        return is_any and self._scaler is not None and float(self._scaler.get_scale()) < self._scale_then
+        return is_any and self._skips.are_any()
 
     def _clipped(self, norm: float) -> float:
         """Give what "clip" leaves of a norm, and take the norm up."""

@@ -80,6 +80,51 @@ def test_a_batch_that_is_dropped_after_a_flush_leaves_the_statistics_of_all_memb
     assert first == second == kept == also != [0.0, 0.0]
 
 
+class Scaled(nn.Module):
+    """Divides by what it has seen: of infinity all that is left is 0, which is finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs):
+        self.scale.mul_(0.9).add_(0.1 * inputs.detach().abs().mean())
+        return inputs / self.scale
+
+
+def averaged_with_a_scaler(rank, frequency):
+    """Skip a step in one member, with or without a round right after it; give the buffer in all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with (
+        offbeat.AsyncTrainingMonitor(
+            model, ["loss"], remediation_strategy="reject", grad_scaler=scaler
+        ) as monitor,
+        offbeat.AsyncModelAverager(model, averaging_frequency=frequency, overlap=False) as averager,
+    ):
+        for number in range(6):
+            inputs, targets = batch(rank, number, factor=math.inf if (rank, number) == (1, 3) else 1.0)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            scaler.scale(loss).backward()
+            monitor.observe(number, loss=loss.detach())
+            scaler.step(optimizer)
+            scaler.update()
+            averager.step(len(inputs), optimizer=optimizer)
+        averager.flush()
+    return float(scaler.get_scale()), float(model[0].scale)
+
+
+@pytest.mark.parametrize("frequency", [1, 3, 4])
+def test_a_round_takes_nothing_for_good_that_a_skipped_step_has_broken(frequency):
+    (one, scale), (other, also) = together(averaged_with_a_scaler, 2, frequency)
+    assert (one, other) == (8.0, 4.0)
+    assert 0 < scale < 100
+    assert 0 < also < 100
+
+
 def distributed(rank):
     """Train a model of DTensors, with a batch that is dropped."""
     torch.manual_seed(0)
