@@ -214,7 +214,7 @@ class Attachment:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""
         judge_step = self._judge_step()
         buffers = self._buffers
-        is_skipped = buffers is not None and buffers.is_skipped(optimizer)
+        is_skipped = buffers is not None and buffers.take_skip(optimizer)
         is_used = judge_step is None or judge_step(optimizer)
         self.has_dropped = not is_used
         if buffers is not None:

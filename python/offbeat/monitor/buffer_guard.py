@@ -26,46 +26,60 @@ class BufferGuard:
             model: Whose.
             scaler: The GradScaler of a user's loop, if it is known.
         """
+        self._lock = threading.Lock()  # any thread may observe; it is the innermost
         self._kept = BufferSnapshot(model, are_few=True)
         self._are_at_first = True
         self._skips = Skips(scaler)
-        self._trains_on: int | None = None  # the thread in which steps are made
+        self._was_skipped = False  # since they were kept: a step, of which nothing but the scale tells
 
-    def is_skipped(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Tell whether a step that is about to be made, or one since the last was made, is skipped.
+    def take_skip(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Tell whether a step that is about to be made is skipped, or one was since the last was made.
 
         Args:
             optimizer: The one that is about to step, if it is known.
         """
-        was_skipped = self._skips.take()
-        return is_told_to_skip(optimizer) or was_skipped
+        with self._lock:
+            return self._look() or is_told_to_skip(optimizer)
 
     def settle(self, *, is_used: bool, is_skipped: bool) -> None:
         """Hear what becomes of the batch, before its step."""
-        self._trains_on = threading.get_ident()
-        if not is_used:
-            self._restore()
-            return
-        if is_skipped:
-            self.mend()
-        self.keep()
+        with self._lock:
+            if not is_used:
+                self._restore()
+                return
+            if is_skipped:
+                self._kept.put_back_broken()
+            self._keep()
 
     def look(self) -> None:
         """Mend them where the scaler has skipped a step: in a user's loop, of which nothing else tells.
 
-        In another thread than that which trains this does nothing: it would write while a forward does.
+        The next step that is made does so once more: in another thread than that which trains, this writes
+        while a forward may.
         """
-        if self._trains_on in (None, threading.get_ident()) and self._skips.take():
-            self.mend()
+        with self._lock:
+            if self._look():
+                self._kept.put_back_broken()
 
     def mend(self) -> None:
-        """Undo what a batch has broken of them."""
-        self._kept.put_back_broken()
+        """Undo what a batch has broken of them, whose step a trainer of ours has skipped."""
+        with self._lock:
+            self._kept.put_back_broken()
 
     def keep(self) -> None:
-        """Keep what they hold now: a batch that is dropped next is to leave these."""
+        """Keep what they hold now, which is not of a batch: one that is dropped next is to leave these."""
+        with self._lock:
+            self._keep()
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _look(self) -> bool:
+        self._was_skipped |= self._skips.take()
+        return self._was_skipped
+
+    def _keep(self) -> None:
         self._kept.renew()
-        self._are_at_first = False
+        self._are_at_first = self._was_skipped = False
 
     def _restore(self) -> None:
         """Let them hold what was kept.
@@ -76,3 +90,4 @@ class BufferGuard:
         self._kept.put_back_broken()
         if not self._are_at_first:
             self._kept.put_back_written()
+        self._was_skipped = False

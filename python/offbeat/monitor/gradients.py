@@ -90,8 +90,9 @@ class Gradients:
 
     def close(self) -> None:
         """Measure no more."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
         self._left.clear()
 
     def read(self, optimizer: torch.optim.Optimizer | None = None) -> Reading | None:

@@ -126,8 +126,9 @@ class AsyncTrainingMonitor:
         of a sparse or quantized layout.
 
         Of a batch whose step a GradScaler skips, buffers keep nothing that is NaN or infinite, and else what
-        torch leaves in them. A loop of your own is best served by `observe` in each step, in the thread that
-        trains: where a forward reads what is broken, all batches after it would be skipped.
+        torch leaves in them. A loop of your own is best served by `observe` in each step: where a forward
+        reads what is broken, all batches after it would be skipped. Of several optimizers under one
+        GradScaler all have to skip: what one that steps finds there is kept.
 
     Example:
         >>> monitor = offbeat.AsyncTrainingMonitor(divergence_metrics=["loss"])
@@ -400,7 +401,7 @@ class AsyncTrainingMonitor:
 
     def close(self) -> None:
         """Let go of all remedies, and watch no more. May be called twice."""
-        self._end(mends=True)
+        self._end()
 
     def __enter__(self) -> Self:
         """Use it in a `with` block, at whose end it is closed."""
@@ -409,7 +410,7 @@ class AsyncTrainingMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(mends=kind is None)  # nothing is to hide why a block has failed
+        self._end(has_failed=error is not None)
 
     # ------------------------------------------------------------------ what hooks call
 
@@ -471,16 +472,25 @@ class AsyncTrainingMonitor:
 
     # ------------------------------------------------------------------ inside
 
-    def _end(self, *, mends: bool) -> None:
+    def _end(self, *, has_failed: bool = False) -> None:
+        """Close; where a block has failed, nothing is to hide why."""
         with self._lock:
             self._is_closed = True
             self._course.let_go()
             self._resumed.set()
-        if self._attachment is not None:
-            try:
-                if mends:
-                    self._attachment.look_for_skipped()
-            finally:
+        if self._attachment is None:
+            return
+        try:
+            self._attachment.look_for_skipped()
+        except Exception as error:
+            if not has_failed:
+                raise
+            log.warn(
+                f"the monitor could not look for what a skipped step has broken in buffers, which may hold "
+                f"NaN or infinity: {process.cause_of(error)}"
+            )
+        finally:
+            with self._lock:
                 self._attachment.close()
 
     def _take(

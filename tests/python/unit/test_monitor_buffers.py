@@ -1,10 +1,10 @@
 """What a batch leaves in buffers whose gradient a monitor drops, or whose step a GradScaler skips."""
 
+import concurrent.futures
 import copy
 import gc
 import itertools
 import math
-import threading
 import weakref
 
 import pytest
@@ -646,19 +646,44 @@ def step(model, optimizer, scaler, number=0):
     scaler.update()
 
 
-def test_who_observes_in_another_thread_than_trains_writes_to_no_buffer_and_the_next_step_mends_all():
-    """While it writes, a forward may: what that has broken would be taken for mended."""
+def in_a_thread(function):
+    """Call it there, and give what came of it."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
+def test_what_a_forward_breaks_while_another_thread_mends_is_mended_by_the_next_step():
     model = normed()
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model)
     with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler) as monitor:
         step(model, optimizer, scaler)
         skip(model, optimizer, scaler)
-        other = threading.Thread(target=monitor.observe, args=(2,), kwargs={"loss": 1.0})
-        other.start()
-        other.join()
-        assert not model[-1].running_mean.isfinite().any()
+        in_a_thread(lambda: monitor.observe(2, worker="other", loss=1.0))
+        model[-1].running_mean.fill_(math.nan)  # as a forward does that had read it before
         step(model, optimizer, scaler)
         assert model[-1].running_mean.isfinite().all()
+        model[-1].running_mean.fill_(math.nan)  # with no skip since, this is somebody's own
+        step(model, optimizer, scaler)
+        assert model[-1].running_mean.isnan().all()
+
+
+def test_training_may_go_on_in_another_thread():
+    """Where its forward reads what is broken, no step would ever be made there."""
+    model = Scaled()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model)
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler) as monitor:
+        step(model, optimizer, scaler)
+
+        def go_on():
+            for number in range(4):
+                (skip if number == 1 else step)(model, optimizer, scaler)
+                monitor.observe(number + 1, loss=1.0)
+
+        in_a_thread(go_on)
+        assert model.scale.isfinite()
+        assert scaler.get_scale() == 4.0
+        in_a_thread(lambda: skip(model, optimizer, scaler))
+    assert model.scale.isfinite()
 
 
 class Unreadable(torch.amp.GradScaler):
@@ -673,7 +698,7 @@ class Unreadable(torch.amp.GradScaler):
 
 
 @pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "the block fails"])
-def test_a_monitor_whose_device_fails_lets_go_of_all_and_hides_no_error(has_failed):
+def test_a_monitor_whose_device_fails_lets_go_of_all_and_hides_no_error(has_failed, caplog):
     model = normed()
     scaler, optimizer = Unreadable("cpu", init_scale=8.0), sgd(model)
     monitor = AsyncTrainingMonitor(
@@ -688,10 +713,27 @@ def test_a_monitor_whose_device_fails_lets_go_of_all_and_hides_no_error(has_fail
     with expected, monitor:
         if has_failed:
             raise KeyError("mine")
+    assert ("may hold NaN or infinity: RuntimeError: device-side assert" in caplog.text) == has_failed
     assert monitor.in_effect == ()
     with pytest.raises(ClosedError):
         monitor.observe(1, loss=1.0)
     monitor.close()
+
+
+def break_off_after(function):
+    function()
+    raise KeyboardInterrupt
+
+
+def test_a_block_that_is_left_by_an_error_is_mended_too():
+    """As by Ctrl-C, after which the model is saved."""
+    model = normed()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model)
+    watched = AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler)
+    step(model, optimizer, scaler)
+    with pytest.raises(KeyboardInterrupt), watched:
+        break_off_after(lambda: skip(model, optimizer, scaler))
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
 
 
 def test_a_closed_monitor_keeps_no_copies():
