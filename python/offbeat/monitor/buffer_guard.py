@@ -26,11 +26,13 @@ class BufferGuard:
             model: Whose.
             scaler: The GradScaler of a user's loop, if it is known.
         """
-        self._lock = threading.Lock()  # any thread may observe; it is the innermost
+        # Any thread may observe, and what a signal or the garbage collector calls in this one may close.
+        self._lock = threading.RLock()
         self._kept = BufferSnapshot(model, are_few=True)
         self._are_at_first = True
         self._skips = Skips(scaler)
-        self._was_skipped = False  # since they were kept: a step, of which nothing but the scale tells
+        self._settles_in: int | None = None  # the thread in which it was heard what becomes of a batch
+        self._is_to_mend = False  # once more: what was mended while a forward may have written
 
     def take_skip(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Tell whether a step that is about to be made is skipped, or one was since the last was made.
@@ -39,11 +41,13 @@ class BufferGuard:
             optimizer: The one that is about to step, if it is known.
         """
         with self._lock:
-            return self._look() or is_told_to_skip(optimizer)
+            was_skipped = self._skips.take() or self._is_to_mend
+            return was_skipped or is_told_to_skip(optimizer)
 
     def settle(self, *, is_used: bool, is_skipped: bool) -> None:
         """Hear what becomes of the batch, before its step."""
         with self._lock:
+            self._settles_in = threading.get_ident()
             if not is_used:
                 self._restore()
                 return
@@ -54,11 +58,12 @@ class BufferGuard:
     def look(self) -> None:
         """Mend them where the scaler has skipped a step: in a user's loop, of which nothing else tells.
 
-        The next step that is made does so once more: in another thread than that which trains, this writes
-        while a forward may.
+        In another thread than that which trains it writes while a forward may, and the next step that is made
+        mends once more; which one trains is known by the last step, and it may be another by now.
         """
         with self._lock:
-            if self._look():
+            if self._skips.take():
+                self._is_to_mend |= self._settles_in != threading.get_ident()
                 self._kept.put_back_broken()
 
     def mend(self) -> None:
@@ -73,13 +78,9 @@ class BufferGuard:
 
     # ------------------------------------------------------------------ under the lock
 
-    def _look(self) -> bool:
-        self._was_skipped |= self._skips.take()
-        return self._was_skipped
-
     def _keep(self) -> None:
         self._kept.renew()
-        self._are_at_first = self._was_skipped = False
+        self._are_at_first = self._is_to_mend = False
 
     def _restore(self) -> None:
         """Let them hold what was kept.
@@ -90,4 +91,4 @@ class BufferGuard:
         self._kept.put_back_broken()
         if not self._are_at_first:
             self._kept.put_back_written()
-        self._was_skipped = False
+        self._is_to_mend = False

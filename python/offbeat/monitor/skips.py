@@ -44,8 +44,10 @@ class Skips:
 
     def take(self) -> bool:
         """Tell so, and begin anew."""
-        then, self._then = self._then, self._now()
-        return _has_fallen(then, self._then)
+        now = self._now()
+        has_fallen = _has_fallen(self._then, now)
+        self._then = now
+        return has_fallen
 
     def _now(self) -> _Scale:
         if self._scaler is None:

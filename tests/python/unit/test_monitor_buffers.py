@@ -686,6 +686,45 @@ def test_training_may_go_on_in_another_thread():
     assert model.scale.isfinite()
 
 
+def test_what_is_mended_in_the_thread_that_trains_is_not_mended_again():
+    """Since then it may be somebody's own, as where a smallest value begins anew."""
+    model = normed()
+    model.register_buffer("least", torch.zeros(1))
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model)
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler) as monitor:
+        step(model, optimizer, scaler)
+        skip(model, optimizer, scaler)
+        monitor.observe(2, loss=1.0)
+        assert model[-1].running_mean.isfinite().all()
+        model.least.fill_(math.inf)
+        step(model, optimizer, scaler)
+    assert model.least.isinf()
+
+
+class Closes(torch.amp.GradScaler):
+    """Whoever reads its scale is interrupted by what closes a monitor, as a signal's handler may."""
+
+    monitor = None
+
+    def get_scale(self):
+        if self.monitor is not None:
+            monitor, self.monitor = self.monitor, None
+            monitor.close()
+        return super().get_scale()
+
+
+@pytest.mark.timeout(20)
+def test_a_monitor_may_be_closed_in_the_midst_of_its_own_look():
+    model = normed()
+    scaler, optimizer = Closes("cpu", init_scale=8.0), sgd(model)
+    monitor = AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler)
+    step(model, optimizer, scaler)
+    scaler.monitor = monitor
+    step(model, optimizer, scaler)
+    with pytest.raises(ClosedError):
+        monitor.observe(2, loss=1.0)
+
+
 class Unreadable(torch.amp.GradScaler):
     """Its scale is on a device on which all fails, as after an assertion in a kernel."""
 
