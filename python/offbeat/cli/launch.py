@@ -90,6 +90,8 @@ def _run(arguments: Namespace, stack: ExitStack) -> int:
     try:
         with signals.raised():
             server, joining = _server(arguments, background, stack)
+            if server is not None and os.environ.get("OFFBEAT_TOKEN"):  # else nobody has what opens it
+                background.say(f"how the workers do is told by `offbeat status {server.address}`")
     except Stopped as stopped:
         background.say(f"stopped by {stopped}")
         not_saved(arguments.save, "a signal came before there was a server", background)

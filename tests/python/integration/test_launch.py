@@ -54,6 +54,30 @@ def test_each_worker_has_its_rank_and_a_server(script, tmp_path):
     assert "[server] " in "".join(launch.err)
 
 
+def test_who_has_the_token_is_told_how_to_ask_how_workers_do(script):
+    train = script(
+        """
+        import offbeat
+        offbeat.Client().__enter__()
+        print("joined", flush=True)
+        input()
+        """
+    )
+    theirs = {"OFFBEAT_TOKEN": "one-that-the-user-chose"}
+    with command("launch", "--workers", "1", train, stdin=subprocess.PIPE, **theirs) as launch:
+        place = re.search(r"`offbeat (status .*)`", launch.line("offbeat status"))[1]
+        launch.line("joined")
+        with command(*place.split(), "--json", **theirs) as status:
+            assert status.ends() == 0, status.said
+        assert '"workers"' in "".join(status.out)
+
+
+def test_of_a_token_that_nobody_knows_nothing_is_told(script):
+    with command("launch", "--workers", "1", script("print('done')")) as launch:
+        assert launch.ends() == 0, launch.said
+    assert "offbeat status" not in "".join([*launch.out, *launch.err])
+
+
 @pytest.mark.parametrize("given", [{}, {"MASTER_ADDR": "", "MASTER_PORT": ""}], ids=["unset", "empty"])
 def test_workers_that_are_all_here_are_told_where_they_meet(script, given):
     train = script("import os; print('at', os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))")
