@@ -367,12 +367,15 @@ class Turns:
             log.info("from round %d on: %r", max(self.rounds.number, self.course.rounds), owner)
 
     def _recover(self, *, is_mended: bool) -> None:
-        """Go on after parameters were not finite: without what the optimizer kept that is not either.
+        """Go on after what is averaged was not finite: without what the optimizer kept that is not either.
 
         Raises:
             NonFiniteError: If there was no member's mean to go on from.
         """
-        text = f"parameters of member {self._rank} were not finite in iteration {self.course.begun_at}"
+        text = (
+            f"parameters or statistics of member {self._rank} were not finite in iteration "
+            f"{self.course.begun_at}"
+        )
         remedy = "look at its learning rate and its data"
         if not is_mended:
             whose = "" if self.members.is_alone else ", nor any member's"

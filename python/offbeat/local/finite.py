@@ -114,9 +114,10 @@ class Finiteness:
         if names and not has_told:
             log.warn(
                 f"at step {self._history.steps} running statistics are not finite, {_some(names)}, as after "
-                f"a batch of huge inputs: training goes on, for it does not read them; what the model gives "
-                f"in eval mode is of no use, and stays so: look at the data, and call reset_running_stats() "
-                f"of those layers, after which they are learnt anew"
+                f"a batch of huge inputs, or of NaN whose step a GradScaler has skipped: training goes on, "
+                f"for it does not read them; what the model gives in eval mode is of no use, and stays so: "
+                f"look at the data, and call reset_running_stats() of those layers, after which they are "
+                f"learnt anew"
             )
 
     def _find(self, step: int, loss: float | None, since: int | None = None) -> None:
