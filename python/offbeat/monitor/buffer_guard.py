@@ -31,8 +31,8 @@ class BufferGuard:
         self._kept = BufferSnapshot(model, are_few=True)
         self._are_at_first = True
         self._skips = Skips(scaler)
-        self._settles_in: int | None = None  # the thread in which it was heard what becomes of a batch
-        self._is_to_mend = False  # once more: what was mended while a forward may have written
+        self._trains_in = threading.get_ident()  # as far as is known
+        self._is_to_mend = False  # a skip was heard of, and not mended while no forward could write
 
     def take_skip(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Tell whether a step that is about to be made is skipped, or one was since the last was made.
@@ -41,13 +41,12 @@ class BufferGuard:
             optimizer: The one that is about to step, if it is known.
         """
         with self._lock:
-            was_skipped = self._skips.take() or self._is_to_mend
-            return was_skipped or is_told_to_skip(optimizer)
+            return self._hear() or is_told_to_skip(optimizer)
 
     def settle(self, *, is_used: bool, is_skipped: bool) -> None:
         """Hear what becomes of the batch, before its step."""
         with self._lock:
-            self._settles_in = threading.get_ident()
+            self._trains_in = threading.get_ident()
             if not is_used:
                 self._restore()
                 return
@@ -58,13 +57,13 @@ class BufferGuard:
     def look(self) -> None:
         """Mend them where the scaler has skipped a step: in a user's loop, of which nothing else tells.
 
-        In another thread than that which trains it writes while a forward may, and the next step that is made
-        mends once more; which one trains is known by the last step, and it may be another by now.
+        In another thread than that which trains it writes while a forward may: what is done there next mends
+        once more. Which one trains is known by the last step, and it may be another by now.
         """
         with self._lock:
-            if self._skips.take():
-                self._is_to_mend |= self._settles_in != threading.get_ident()
+            if self._hear():
                 self._kept.put_back_broken()
+                self._is_to_mend = self._trains_in != threading.get_ident()
 
     def mend(self) -> None:
         """Undo what a batch has broken of them, whose step a trainer of ours has skipped."""
@@ -77,6 +76,11 @@ class BufferGuard:
             self._keep()
 
     # ------------------------------------------------------------------ under the lock
+
+    def _hear(self) -> bool:
+        """Tell whether there is something to mend: until that is done, whatever breaks off in between."""
+        self._is_to_mend |= self._skips.take()
+        return self._is_to_mend
 
     def _keep(self) -> None:
         self._kept.renew()

@@ -686,13 +686,15 @@ def test_training_may_go_on_in_another_thread():
     assert model.scale.isfinite()
 
 
-def test_what_is_mended_in_the_thread_that_trains_is_not_mended_again():
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_what_is_mended_in_the_thread_that_trains_is_not_mended_again(num_before):
     """Since then it may be somebody's own, as where a smallest value begins anew."""
     model = normed()
     model.register_buffer("least", torch.zeros(1))
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model)
     with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler) as monitor:
-        step(model, optimizer, scaler)
+        for number in range(num_before):
+            step(model, optimizer, scaler, number)
         skip(model, optimizer, scaler)
         monitor.observe(2, loss=1.0)
         assert model[-1].running_mean.isfinite().all()
@@ -723,6 +725,39 @@ def test_a_monitor_may_be_closed_in_the_midst_of_its_own_look():
     step(model, optimizer, scaler)
     with pytest.raises(ClosedError):
         monitor.observe(2, loss=1.0)
+
+
+def test_what_was_heard_of_is_mended_where_a_callback_ends_the_run_before():
+    model = normed()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model)
+
+    def ends(alert):
+        raise SystemExit(f"{alert.metric} {alert.step}")
+
+    watched = AsyncTrainingMonitor(
+        model, ["gradient_norm"], remediation_strategy="reject", grad_scaler=scaler, callbacks=ends
+    )
+    for number in range(40):
+        step(model, optimizer, scaler, number)
+    skip(model, optimizer, scaler)
+    assert not model[-1].running_mean.isfinite().any()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: 1e6 * gradient)
+    with pytest.raises(SystemExit, match="gradient_norm"), watched:
+        step(model, optimizer, scaler)
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+def test_a_round_takes_nothing_for_good_that_a_forward_has_broken_while_another_thread_mended():
+    model = normed()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), sgd(model)
+    with AsyncTrainingMonitor(model, ["loss"], remediation_strategy="reject", grad_scaler=scaler) as monitor:
+        step(model, optimizer, scaler)
+        skip(model, optimizer, scaler)
+        in_a_thread(lambda: monitor.observe(2, worker="other", loss=1.0))
+        model[-1].running_mean.fill_(math.nan)  # as a forward does that had read it before
+        trained_by.moved(model)
+        assert model[-1].running_mean.isfinite().all()
 
 
 class Unreadable(torch.amp.GradScaler):
