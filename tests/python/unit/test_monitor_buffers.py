@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import functools
 import gc
 import itertools
 import math
@@ -630,20 +631,15 @@ def test_what_is_read_again_or_came_last_goes_back_when_the_loop_observes_or_end
     assert sum(after < before for before, after in itertools.pairwise(scales)) <= 2
 
 
-def skip(model, optimizer, scaler, number=0):
-    """Make a step that the scaler skips."""
+def step(model, optimizer, scaler, number=0, factor=1.0):
     x, y = batch(number)
     optimizer.zero_grad()
-    scaler.scale(functional.cross_entropy(model(x * math.nan), y)).backward()
+    scaler.scale(functional.cross_entropy(model(x * factor), y)).backward()
     scaler.step(optimizer)
     scaler.update()
 
 
-def step(model, optimizer, scaler, number=0):
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, number)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+skip = functools.partial(step, factor=math.nan)
 
 
 def in_a_thread(function):
