@@ -1,19 +1,18 @@
 """A run's state and the files of its checkpoint: one is made of the other."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 
 from offbeat.errors import CheckpointError
-from offbeat.recovery.folder import entry_of
+from offbeat.recovery.folder import write_synced
 from offbeat.recovery.manifest import MODEL, STATE, TENSORS, FileEntry
 from offbeat.recovery.nest import Flat, unflatten
+from offbeat.recovery.tensor_file import write_tensors
 
 __all__ = ["Parts", "read", "write"]
 
@@ -37,11 +36,12 @@ def write(folder: Path, parts: Parts) -> tuple[FileEntry, ...]:
     Raises:
         OSError: If one cannot be written.
     """
-    for name, tensors in ((MODEL, parts.model.tensors), (TENSORS, parts.rest.tensors)):
-        _save(tensors, folder / name)
     skeletons = {"model": parts.model.skeleton, "rest": parts.rest.skeleton}
-    (folder / STATE).write_text(json.dumps(skeletons, allow_nan=False), "utf-8")
-    return tuple(entry_of(folder / name) for name in (MODEL, TENSORS, STATE))
+    return (
+        write_tensors(folder / MODEL, parts.model.tensors),
+        write_tensors(folder / TENSORS, parts.rest.tensors),
+        write_synced(folder / STATE, json.dumps(skeletons, allow_nan=False).encode()),
+    )
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -56,10 +56,3 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return unflatten(skeletons["model"], model), unflatten(skeletons["rest"], rest)
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
-
-
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    try:
-        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # as of a full disk
-        raise OSError(f"{path.name}: {error}") from error

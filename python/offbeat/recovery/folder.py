@@ -10,7 +10,7 @@ from pathlib import Path
 from offbeat.errors import CheckpointError
 from offbeat.recovery.manifest import MANIFEST, DamagedError, FileEntry, Manifest
 
-__all__ = ["Tell", "entry_of", "read_manifest", "sync", "verify", "write_synced"]
+__all__ = ["Tell", "read_manifest", "sync", "verify", "write_synced"]
 
 Tell = Callable[[int, int], object]
 """Hears how many bytes of how many have been read."""
@@ -74,24 +74,13 @@ def verify(folder: Path, tell: Tell = lambda *_: None) -> Manifest:
     return manifest
 
 
-def entry_of(path: Path) -> FileEntry:
-    """Describe a file that was written, and get it to the disk.
-
-    The digest is of what is read back.
-    """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        num_bytes = os.fstat(file.fileno()).st_size
-        os.fsync(file.fileno())
-    return FileEntry(path.name, num_bytes, digest.hexdigest())
-
-
-def write_synced(path: Path, raw: bytes) -> None:
+def write_synced(path: Path, raw: bytes) -> FileEntry:
     """Write a new file and get it to the disk."""
     with path.open("xb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
+    return FileEntry(path.name, len(raw), hashlib.sha256(raw).hexdigest())
 
 
 def sync(folder: Path) -> None:

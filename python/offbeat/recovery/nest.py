@@ -17,21 +17,12 @@ from torch import nn
 
 from offbeat.checks import Faults
 from offbeat.errors import CheckpointError, UnsupportedTensorError
+from offbeat.recovery.tensor_file import DTYPES
 
 __all__ = ["Flat", "Skeleton", "flatten", "unflatten"]
 
 Skeleton: TypeAlias = Any
 """JSON. An object has one key, which says what it stands for: a tuple, a dict, a tensor, …"""
-
-_DTYPES = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "complex64"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-    )
-)
-"""What .safetensors has a name for."""
 
 _ARRAYS = frozenset(
     (
@@ -233,6 +224,6 @@ def _fault(tensor: torch.Tensor) -> str | None:
         return "is on the meta device and has no values"
     if tensor.layout != torch.strided:
         return f"is {tensor.layout}: a checkpoint holds dense tensors"
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES:
         return f"is {tensor.dtype}, for which .safetensors has no name"
     return None

@@ -18,7 +18,7 @@ from offbeat.recovery import manifest as manifest_module
 from offbeat.recovery.band import NUM_RECENT, Band, judged
 from offbeat.recovery.choice import best, kept, ranked
 from offbeat.recovery.directory import Directory, entries, is_trainers, names
-from offbeat.recovery.folder import entry_of, verify, write_synced
+from offbeat.recovery.folder import verify, write_synced
 from offbeat.recovery.manifest import FILES, MANIFEST, DamagedError, Manifest
 
 
@@ -48,9 +48,8 @@ def manifest(number=1, *, step=None, **fields):
 
 def filled(given_manifest):
     def fill(folder):
-        for name in FILES:
-            (folder / name).write_bytes(name.encode() * 5)
-        whole = dataclasses.replace(given_manifest, files=tuple(entry_of(folder / name) for name in FILES))
+        files = tuple(write_synced(folder / name, name.encode() * 5) for name in FILES)
+        whole = dataclasses.replace(given_manifest, files=files)
         write_synced(folder / MANIFEST, whole.to_bytes())
 
     return fill

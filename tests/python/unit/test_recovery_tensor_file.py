@@ -1,0 +1,146 @@
+"""A .safetensors file of ours: the library reads it, its digest is right, and it leaves nothing in memory."""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.recovery import snapshot, tensor_file
+from offbeat.recovery.tensor_file import DTYPES, UNSYNCED_BYTES, write_tensors
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3)
+NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter("__metadata__".__ne__)
+
+
+def tensor_of(dtype, shape, seed):
+    """Build a tensor of any bits, NaN's of all kinds among them; a bool has no others than 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    most = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, most, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def bits(tensor):
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+@given(
+    drawn=st.dictionaries(
+        NAMES, st.tuples(st.sampled_from(sorted(DTYPES, key=str)), SHAPES, st.integers(0, 99)), max_size=6
+    ),
+    piece=st.integers(1, 40),
+    unsynced=st.integers(100, 600),
+)
+def test_the_library_reads_what_was_written_and_the_digest_is_the_files(drawn, piece, unsynced):
+    tensors = {name: tensor_of(*one) for name, one in drawn.items()}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "PIECE_BYTES", piece)
+        patch.setattr(tensor_file, "UNSYNCED_BYTES", unsynced)
+        path = Path(folder) / "model.safetensors"
+        entry = write_tensors(path, tensors)
+        raw = path.read_bytes()
+        loaded = safetensors.torch.load_file(path)
+    assert (entry.name, entry.bytes) == (path.name, len(raw))
+    assert entry.sha256 == hashlib.sha256(raw).hexdigest()
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert bits(loaded[name]) == bits(tensor)
+
+
+def test_every_tensor_lies_at_a_multiple_of_its_elements_size(tmp_path):
+    tensors = {str(dtype): tensor_of(dtype, (3,), 0) for dtype in DTYPES}
+    write_tensors(tmp_path / "x", tensors)
+    raw = (tmp_path / "x").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    for name, tensor in tensors.items():
+        assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path):
+    (tmp_path / "x").write_bytes(b"another's")
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "x", {"a": torch.ones(3)})
+    assert (tmp_path / "x").read_bytes() == b"another's"
+
+
+LIMITED = """
+import pathlib, resource, sys, torch
+from offbeat.recovery.tensor_file import write_tensors
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_001, 100_001))
+try:
+    write_tensors(pathlib.Path(sys.argv[1]), {"a": torch.ones(50_000)})
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_write_that_the_system_cuts_short_is_gone_on_with_and_its_error_is_told(tmp_path):
+    told = subprocess.run(
+        [sys.executable, "-c", LIMITED, tmp_path / "x"], check=True, capture_output=True, text=True
+    )
+    assert told.stdout == "File too large\n"
+    assert (tmp_path / "x").stat().st_size == 100_001
+
+
+def cached_bytes(path):
+    """Count what of a file is in the page cache, by reading what can be read without waiting for the disk."""
+    page = bytearray(mmap.PAGESIZE)
+    found = 0
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_RANDOM)  # what is looked at brings no neighbours in
+        for place in range(0, path.stat().st_size, mmap.PAGESIZE):
+            try:
+                found += os.preadv(number, [page], place, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+    finally:
+        os.close(number)
+    return found
+
+
+def test_what_was_saved_leaves_the_page_cache(tmp_path):
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
+    tensors = {"a": torch.ones(UNSYNCED_BYTES // 4), "b": torch.ones(100_000)}
+    safetensors.torch.save_file(tensors, plain)
+    size = plain.stat().st_size
+    try:
+        assert cached_bytes(plain) == size
+    except OSError as error:
+        pytest.skip(f"{tmp_path} is on a file system that cannot tell: {error.strerror}")
+    number = os.open(plain, os.O_RDONLY)
+    try:
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(number)
+    if cached_bytes(plain) > size / 2:
+        pytest.skip(f"{tmp_path} is on a file system that is nothing but memory")
+    write_tensors(ours, tensors)
+    assert cached_bytes(ours) < size / 2
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, -3e38, 3e38, math.inf, -math.inf, math.nan]), max_size=9),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]),
+    chunk=st.integers(1, 4),
+)
+def test_numbers_are_finite_if_each_is_and_a_sum_that_overflows_says_nothing(values, dtype, chunk):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "CHUNK", chunk)
+        assert snapshot.are_finite(torch.tensor(values).to(dtype)) == all(map(math.isfinite, values))
