@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Self
@@ -50,6 +51,8 @@ PIECE_BYTES = 2**20
 """Hashed and written at once: it stays in the processor's cache between the two."""
 UNSYNCED_BYTES = 2**25
 """Written before it is got to the disk; as many stay in the page cache at most."""
+LARGEST_HEADER_BYTES = 100_000_000
+"""What the library reads at most; a file with more would be no checkpoint."""
 _HEADER_UNIT = 8
 """The header is filled up with spaces to a multiple of it, so that the tensors are aligned."""
 
@@ -65,7 +68,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
         The file, with the digest of what was given to the system.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written, or nobody could read it.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with _Written(path) as written:
@@ -87,6 +90,11 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
         }
     raw = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _HEADER_UNIT)
+    if len(raw) > LARGEST_HEADER_BYTES:
+        raise OSError(
+            f"{len(tensors)} tensors have {len(raw)} bytes of names and shapes, and .safetensors allows "
+            f"{LARGEST_HEADER_BYTES}: keep many numbers as one array, and not as numpy's numbers in a list"
+        )
     return len(raw).to_bytes(8, "little") + raw
 
 
@@ -128,5 +136,6 @@ class _Written:
         number = self._file.fileno()
         os.fsync(number)
         if hasattr(os, "posix_fadvise"):  # which macOS has not
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # an advice: a file system that takes none has the file all the same
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
         self._num_synced = self._num_bytes

@@ -1,5 +1,6 @@
 """A .safetensors file of ours: the library reads it, its digest is right, and it leaves nothing in memory."""
 
+import errno
 import hashlib
 import json
 import math
@@ -77,6 +78,30 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path):
     assert (tmp_path / "x").read_bytes() == b"another's"
 
 
+def test_a_header_that_the_library_would_not_read_is_refused(tmp_path):
+    path = tmp_path / "x"
+    tensors = {f"{i}{'n' * 1_000_000}": torch.ones(1) for i in range(100)}
+    with pytest.raises(OSError, match=r"100 tensors have 1000.* keep many numbers as one array"):
+        write_tensors(path, tensors)
+    del tensors[min(tensors)]
+    write_tensors(tmp_path / "y", tensors)
+    assert safetensors.torch.load_file(tmp_path / "y").keys() == tensors.keys()
+
+
+def test_a_file_system_that_takes_no_advice_gets_the_file_and_one_that_does_not_sync_is_told_of(
+    tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    write_tensors(tmp_path / "x", {"a": torch.ones(3)})
+    assert safetensors.torch.load_file(tmp_path / "x")["a"].tolist() == [1, 1, 1]
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Invalid argument"):
+        write_tensors(tmp_path / "y", {"a": torch.ones(3)})
+
+
 LIMITED = """
 import pathlib, resource, sys, torch
 from offbeat.recovery.tensor_file import write_tensors
@@ -120,7 +145,8 @@ def test_what_was_saved_leaves_the_page_cache(tmp_path):
     safetensors.torch.save_file(tensors, plain)
     size = plain.stat().st_size
     try:
-        assert cached_bytes(plain) == size
+        if cached_bytes(plain) < size:
+            pytest.skip(f"memory is short: {plain} has left it by itself")
     except OSError as error:
         pytest.skip(f"{tmp_path} is on a file system that cannot tell: {error.strerror}")
     number = os.open(plain, os.O_RDONLY)
