@@ -132,14 +132,16 @@ class _Taken:
         return {tag: pairs}
 
     def tensor(self, value: torch.Tensor, path: tuple[object, ...]) -> Skeleton:
-        if fault := _fault(value):
+        if fault := _fault(value) or _fault_of_name(path):
             self.faults.append(f"{self.place(path)} {fault}")
             return None
         return {"tensor": self.named(value.detach(), path)}
 
     def array(self, value: "np.ndarray[Any, Any] | np.generic", path: tuple[object, ...]) -> Skeleton:
-        if value.dtype.name not in _ARRAYS or not value.dtype.isnative:
-            self.faults.append(f"{self.place(path)} is of numpy's type {value.dtype}, which torch has not")
+        is_known = value.dtype.name in _ARRAYS and value.dtype.isnative
+        fault = _fault_of_name(path) if is_known else f"is of numpy's type {value.dtype}, which torch has not"
+        if fault:
+            self.faults.append(f"{self.place(path)} {fault}")
             return None
         name = value.dtype.name  # C's two types of 64 bits have one
         copied = torch.from_numpy(np.array(value, dtype=name, order="C"))
@@ -148,7 +150,7 @@ class _Taken:
 
     def named(self, value: torch.Tensor, path: tuple[object, ...]) -> str:
         """Keep a tensor under a name of its own: keys may have dots in them, and 1 is not "1"."""
-        name = wanted = ".".join(map(str, path))
+        name = wanted = _name(path)
         number = 1
         while name in self.tensors or name in (_RESERVED, ""):
             number += 1
@@ -227,3 +229,16 @@ def _fault(tensor: torch.Tensor) -> str | None:
     if tensor.dtype not in DTYPES:
         return f"is {tensor.dtype}, for which .safetensors has no name"
     return None
+
+
+def _fault_of_name(path: tuple[object, ...]) -> str | None:
+    """Say why a tensor's name can be in no file, if so."""
+    try:
+        _name(path).encode()
+    except UnicodeEncodeError:
+        return "has half a surrogate pair in its name, which .safetensors cannot hold: rename that key"
+    return None
+
+
+def _name(path: tuple[object, ...]) -> str:
+    return ".".join(map(str, path))

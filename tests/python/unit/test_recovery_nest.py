@@ -184,6 +184,15 @@ def test_all_that_is_refused_is_named_at_once():
 
 
 @pytest.mark.parametrize(
+    "value", [torch.ones(2), np.ones(2), np.float64(1)], ids=["tensor", "array", "number"]
+)
+def test_a_tensor_whose_name_no_file_can_hold_is_refused_by_its_place(value):
+    with pytest.raises(UnsupportedTensorError, match=r"state\['\\ud800'\] has half a surrogate pair"):
+        flatten({"\ud800": value}, what="state")
+    assert flatten({"\ud800": 1}, what="state").skeleton == {"dict": {"\ud800": 1}}
+
+
+@pytest.mark.parametrize(
     "skeleton", [{"tensor": "gone"}, {"what": 1}, {}, {"tuple": 3}, {"float": "zz"}, {"a": 1, "b": 2}]
 )
 def test_a_skeleton_of_no_nest_is_an_error(skeleton):
