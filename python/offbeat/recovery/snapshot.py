@@ -63,4 +63,4 @@ def _is_finite(piece: torch.Tensor) -> bool:
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     is_away = tensor.device.type == "cuda"  # from where only pinned memory is filled without a detour
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_away)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_away)

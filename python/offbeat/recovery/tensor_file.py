@@ -10,20 +10,24 @@ The format is the library's: 8 bytes with the header's length, the header as JSO
 other. Those of larger elements come first, so that each lies at a multiple of its own element's size.
 """
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from offbeat.errors import UnsupportedTensorError
 from offbeat.recovery.manifest import FileEntry
 
-__all__ = ["DTYPES", "write_tensors"]
+__all__ = ["DTYPES", "Layout", "laid_out", "write_tensors"]
 
 DTYPES = {
     torch.float64: "F64",
@@ -57,23 +61,48 @@ _HEADER_UNIT = 8
 """The header is filled up with spaces to a multiple of it, so that the tensors are aligned."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What comes in a file, one after the other.
+
+    Attributes:
+        header: With its length before it.
+        tensors: In the order in which it has them.
+    """
+
+    header: bytes
+    tensors: Iterable[torch.Tensor]
+
+
+def laid_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """Say what comes where.
+
+    Args:
+        tensors: By name, which is any but "__metadata__"; of `DTYPES`.
+
+    Raises:
+        UnsupportedTensorError: If nobody could read the header, so many or so long are the names.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    return Layout(_header(ordered), ordered.values())
+
+
+def write_tensors(path: Path, layout: Layout) -> FileEntry:
     """Write a new file, and get it to the disk.
 
     Args:
         path: Where to.
-        tensors: By name; contiguous, on the CPU, of `DTYPES`.
+        layout: Of tensors that are contiguous and on the CPU.
 
     Returns:
         The file, with the digest of what was given to the system.
 
     Raises:
-        OSError: If it cannot be written, or nobody could read it.
+        OSError: If it cannot be written.
     """
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with _Written(path) as written:
-        written.add(memoryview(_header(ordered)))
-        for tensor in ordered.values():
+        written.add(memoryview(layout.header))
+        for tensor in layout.tensors:
             written.add(_bytes(tensor))
         return written.end()
 
@@ -91,16 +120,19 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     raw = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _HEADER_UNIT)
     if len(raw) > LARGEST_HEADER_BYTES:
-        raise OSError(
-            f"{len(tensors)} tensors have {len(raw)} bytes of names and shapes, and .safetensors allows "
-            f"{LARGEST_HEADER_BYTES}: keep many numbers as one array, and not as numpy's numbers in a list"
+        one = list(tensors)[len(tensors) // 2]  # most likely of those that are so many
+        raise UnsupportedTensorError(
+            f"{len(tensors)} tensors, as {reprlib.repr(one)}, have {len(raw)} bytes of names and shapes, and "
+            f".safetensors allows {LARGEST_HEADER_BYTES}: keep many numbers as one array, and not as numpy's "
+            f"numbers in a list"
         )
     return len(raw).to_bytes(8, "little") + raw
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """Give what a contiguous tensor has in memory, which is little-endian as the format is."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    in_a_row = tensor.as_strided((tensor.numel(),), (1,))  # a contiguous one of no or one element may say 0
+    return in_a_row.view(torch.uint8).numpy().data
 
 
 class _Written:
@@ -124,7 +156,10 @@ class _Written:
             self._digest.update(piece)
             self._num_bytes += len(piece)
             while piece:
-                piece = piece[self._file.write(piece) :]
+                num_written = self._file.write(piece)
+                if not num_written:  # as a broken file system may say, again and again
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(self._path))
+                piece = piece[num_written:]
             if self._num_bytes - self._num_synced >= UNSYNCED_BYTES:
                 self._sync()
 

@@ -23,7 +23,7 @@ from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.stopping import Stop
 from offbeat.metrics import Meter, Metric, listed
 from offbeat.naming import known_attributes, known_keywords
-from offbeat.recovery import rng, settings
+from offbeat.recovery import files, rng, settings
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, kept, planned
 from offbeat.recovery.determinism import deterministic as same_bits
@@ -290,9 +290,8 @@ class FaultTolerantTrainer:
             log.warn(warning)
         trainee = subject.trainee(asked)
         self._loss_fn = loss_fn
-        taken_apart(
-            trainee, lambda: {"keepers": states_of(trainee.keepers)}
-        )  # what no checkpoint can hold is refused now, and not at the first save
+        # What no checkpoint can hold is refused now, and not at the first save.
+        files.check(taken_apart(trainee, lambda: {"keepers": states_of(trainee.keepers)}))
         account = Account(measured, self._monitor, trainee.scheduler_meter if validation is None else None)
         account.history.optimizer = settings.words_of(trainee.optimizer_name)
         with ExitStack() as stack:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.recovery import snapshot, tensor_file
-from offbeat.recovery.tensor_file import DTYPES, UNSYNCED_BYTES, write_tensors
+from offbeat.errors import UnsupportedTensorError
+from offbeat.recovery import files, snapshot, tensor_file
+from offbeat.recovery.nest import flatten
+from offbeat.recovery.tensor_file import DTYPES, UNSYNCED_BYTES, laid_out, write_tensors
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter("__metadata__".__ne__)
@@ -49,7 +52,7 @@ def test_the_library_reads_what_was_written_and_the_digest_is_the_files(drawn, p
         patch.setattr(tensor_file, "PIECE_BYTES", piece)
         patch.setattr(tensor_file, "UNSYNCED_BYTES", unsynced)
         path = Path(folder) / "model.safetensors"
-        entry = write_tensors(path, tensors)
+        entry = write_tensors(path, laid_out(tensors))
         raw = path.read_bytes()
         loaded = safetensors.torch.load_file(path)
     assert (entry.name, entry.bytes) == (path.name, len(raw))
@@ -63,7 +66,7 @@ def test_the_library_reads_what_was_written_and_the_digest_is_the_files(drawn, p
 
 def test_every_tensor_lies_at_a_multiple_of_its_elements_size(tmp_path):
     tensors = {str(dtype): tensor_of(dtype, (3,), 0) for dtype in DTYPES}
-    write_tensors(tmp_path / "x", tensors)
+    write_tensors(tmp_path / "x", laid_out(tensors))
     raw = (tmp_path / "x").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -71,21 +74,78 @@ def test_every_tensor_lies_at_a_multiple_of_its_elements_size(tmp_path):
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0
 
 
+def test_a_contiguous_tensor_of_one_element_or_none_may_have_any_stride(tmp_path):
+    tensors = {"one": torch.tensor(7.0).expand(1, 1), "none": torch.ones(3).as_strided((0,), (0,))}
+    write_tensors(tmp_path / "x", laid_out(tensors))
+    loaded = safetensors.torch.load_file(tmp_path / "x")
+    assert (loaded["one"].tolist(), loaded["none"].tolist()) == ([[7]], [])
+
+
 def test_a_file_that_is_there_is_not_written_over(tmp_path):
     (tmp_path / "x").write_bytes(b"another's")
     with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "x", {"a": torch.ones(3)})
+        write_tensors(tmp_path / "x", laid_out({"a": torch.ones(3)}))
     assert (tmp_path / "x").read_bytes() == b"another's"
 
 
-def test_a_header_that_the_library_would_not_read_is_refused(tmp_path):
-    path = tmp_path / "x"
+def test_a_header_that_the_library_would_not_read_is_refused_before_anything_is_written(tmp_path):
     tensors = {f"{i}{'n' * 1_000_000}": torch.ones(1) for i in range(100)}
-    with pytest.raises(OSError, match=r"100 tensors have 1000.* keep many numbers as one array"):
-        write_tensors(path, tensors)
+    told = r"100 tensors, as '.*n', have 1000.* keep many numbers as one array"
+    with pytest.raises(UnsupportedTensorError, match=told):
+        laid_out(tensors)
+    state = files.Parts(flatten({"weight": torch.ones(1)}, what="model"), flatten(tensors, what="state"))
+    with pytest.raises(UnsupportedTensorError, match=told):
+        files.check(state)
+    with pytest.raises(OSError, match=told):
+        files.write(tmp_path, state)
+    assert list(tmp_path.iterdir()) == []
     del tensors[min(tensors)]
-    write_tensors(tmp_path / "y", tensors)
-    assert safetensors.torch.load_file(tmp_path / "y").keys() == tensors.keys()
+    write_tensors(tmp_path / "x", laid_out(tensors))
+    assert safetensors.torch.load_file(tmp_path / "x").keys() == tensors.keys()
+
+
+def test_what_is_written_is_synced_on_the_way_and_then_leaves_the_page_cache(tmp_path, monkeypatch):
+    piece, unsynced = 1_000, 10_000
+    done = []
+
+    def note(what):
+        return lambda number, *_: done.append((what, os.fstat(number).st_size))
+
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", piece)
+    monkeypatch.setattr(tensor_file, "UNSYNCED_BYTES", unsynced)
+    monkeypatch.setattr(os, "fsync", note("sync"))
+    monkeypatch.setattr(os, "posix_fadvise", note("leave"))
+    tensors = {str(size): torch.ones(size) for size in (1, 300, 9_999, 25_000)}
+    entry = write_tensors(tmp_path / "x", laid_out(tensors))
+    synced = [size for what, size in done if what == "sync"]
+    assert done == [(what, size) for size in synced for what in ("sync", "leave")]
+    assert synced[-1] == entry.bytes
+    steps = [size - before for before, size in zip([0, *synced], synced, strict=False)]
+    assert all(unsynced <= step < unsynced + piece for step in steps[:-1])
+    assert steps[-1] < unsynced
+
+
+def test_a_sync_that_fails_on_the_way_is_told_and_no_more_is_written(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_tensors(tmp_path / "x", laid_out({"a": torch.ones(UNSYNCED_BYTES)}))
+    assert UNSYNCED_BYTES <= (tmp_path / "x").stat().st_size < 2 * UNSYNCED_BYTES
+
+
+class Stuck(FileIO):
+    """A file of a broken file system, which takes nothing more and gives no error."""
+
+    def write(self, raw):
+        return super().write(raw) if self.tell() == 0 else 0
+
+
+def test_a_file_system_that_writes_nothing_is_an_error_and_no_endless_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "FileIO", Stuck)
+    with pytest.raises(OSError, match=r"Input/output error: .*/x"):
+        write_tensors(tmp_path / "x", laid_out({"a": torch.ones(3)}))
 
 
 def test_a_file_system_that_takes_no_advice_gets_the_file_and_one_that_does_not_sync_is_told_of(
@@ -95,20 +155,20 @@ def test_a_file_system_that_takes_no_advice_gets_the_file_and_one_that_does_not_
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)
-    write_tensors(tmp_path / "x", {"a": torch.ones(3)})
+    write_tensors(tmp_path / "x", laid_out({"a": torch.ones(3)}))
     assert safetensors.torch.load_file(tmp_path / "x")["a"].tolist() == [1, 1, 1]
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match="Invalid argument"):
-        write_tensors(tmp_path / "y", {"a": torch.ones(3)})
+        write_tensors(tmp_path / "y", laid_out({"a": torch.ones(3)}))
 
 
 LIMITED = """
 import pathlib, resource, sys, torch
-from offbeat.recovery.tensor_file import write_tensors
+from offbeat.recovery.tensor_file import laid_out, write_tensors
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_001, 100_001))
 try:
-    write_tensors(pathlib.Path(sys.argv[1]), {"a": torch.ones(50_000)})
+    write_tensors(pathlib.Path(sys.argv[1]), laid_out({"a": torch.ones(50_000)}))
 except OSError as error:
     print(error.strerror)
 """
@@ -162,7 +222,7 @@ def test_what_was_saved_leaves_the_page_cache(tmp_path):
         has_left = False
     if not has_left:
         pytest.skip(f"{tmp_path} is on a file system whose files do not leave memory, or that cannot tell")
-    write_tensors(ours, tensors)
+    write_tensors(ours, laid_out(tensors))
     assert cached_bytes(ours) < ours.stat().st_size / 2
 
 
@@ -175,3 +235,22 @@ def test_numbers_are_finite_if_each_is_and_a_sum_that_overflows_says_nothing(val
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "CHUNK", chunk)
         assert snapshot.are_finite(torch.tensor(values).to(dtype)) == all(map(math.isfinite, values))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_one_number_among_the_largest_of_its_type_is_found(dtype, value):
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    largest = torch.finfo(dtype).max
+    numbers = torch.full((2 * snapshot.CHUNK + 3,), largest, dtype=wide)
+    assert snapshot.are_finite(numbers.to(dtype))
+    numbers[-1] = complex(0, value) if dtype.is_complex else value
+    held = numbers.to(dtype)
+    assert snapshot.are_finite(held) == bool(held.to(wide).isfinite().all())
+
+
+def test_a_snapshot_is_in_this_machine_s_memory_whatever_torch_s_default_device():
+    with torch.device("meta"):
+        copied = snapshot.Buffers().take({"a": torch.ones(3, device="cpu")})
+    assert copied["a"].device.type == "cpu"
+    assert copied["a"].tolist() == [1, 1, 1]

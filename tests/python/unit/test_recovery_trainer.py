@@ -27,6 +27,7 @@ from offbeat.errors import (
 )
 from offbeat.frequency import Every
 from offbeat.recovery import saver as saver_module
+from offbeat.recovery import tensor_file
 from offbeat.recovery.directory import Directory, entries, names
 from offbeat.recovery.files import Parts
 from offbeat.recovery.manifest import Manifest
@@ -887,6 +888,15 @@ def test_state_that_no_checkpoint_holds_is_refused_before_the_first_step(tmp_pat
     before = values(trainer.model)
     with pytest.raises(UnsupportedTensorError, match=r"state\['trained'\]\['scheduler'\]\['odd'\] is a b"):
         run(trainer, scheduler=lambda o: Odd(o, lambda _: 1.0))
+    assert equal(values(trainer.model), before)
+
+
+def test_more_tensors_than_a_file_can_name_are_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "LARGEST_HEADER_BYTES", 100)
+    trainer = made(tmp_path)
+    before = values(trainer.model)
+    with pytest.raises(UnsupportedTensorError, match=r"bytes of names and shapes, and .* allows 100: keep"):
+        run(trainer)
     assert equal(values(trainer.model), before)
 
 
