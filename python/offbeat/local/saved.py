@@ -1,8 +1,10 @@
 """An optimizer's saved state: whether it fits the one that there is, and in what the two differ."""
 
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from offbeat import log
@@ -81,20 +83,50 @@ def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_ne
 
 
 def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state, in the dtypes that it had.
+    """Load an optimizer's state as it was saved.
 
-    torch casts it to its parameter's, as float32 averages to bfloat16.
+    Of a parameter's entry torch casts all tensors to the parameter's dtype, as float32 averages to bfloat16,
+    makes dicts of any type plain ones, takes a string to pieces, and fails at numpy's arrays.
     """
-    optimizer.load_state_dict(saved)
+    entries = saved.get("state", {})
+    optimizer.load_state_dict(saved | {"state": _without_arrays(entries)} if "state" in saved else saved)
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in saved.get("state", {}).items():  # one around another may lay its state out otherwise
+    for index, entry in entries.items():  # one around another may lay its state out otherwise
         if not isinstance(index, int) or not isinstance(entry, dict):
             continue
         held = optimizer.state[parameters[index]]
-        for name, value in entry.items():
-            now = held.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                held[name] = value.to(now.device)
+        held |= {name: _as_saved(value, held[name]) for name, value in entry.items() if name in held}
+
+
+def _without_arrays(value: Any) -> Any:  # noqa: ANN401  a part of a state
+    """Give a part of a state with None where it has numpy's arrays."""
+    if isinstance(value, np.ndarray):
+        return None
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    return type(value)(map(_without_arrays, value)) if type(value) in (list, tuple) else value
+
+
+def _as_saved(value: Any, now: Any) -> Any:  # noqa: ANN401  a part of a state
+    """Give a part of a state as it was saved, on the devices where torch has put its tensors.
+
+    Args:
+        value: As it was saved.
+        now: What torch has made of it; where the optimizer has laid it out otherwise, that stays.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        is_cast = isinstance(now, torch.Tensor) and now.dtype != value.dtype
+        return value.to(now.device) if is_cast else now
+    if isinstance(value, np.ndarray):
+        return value.copy() if now is None else now
+    if kind is str:
+        return value if isinstance(now, str) else now
+    if kind in (dict, OrderedDict, Counter) and isinstance(now, dict) and now.keys() == value.keys():
+        return kind({key: _as_saved(item, now[key]) for key, item in value.items()})
+    if kind in (list, tuple) and type(now) is kind and len(now) == len(value):
+        return kind(map(_as_saved, value, now))
+    return now
 
 
 def bring_back_memory(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

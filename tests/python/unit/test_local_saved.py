@@ -3,7 +3,9 @@
 import copy
 import functools
 import logging
+from collections import Counter, OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from offbeat.errors import ConfigError
 
 LOSS = nn.CrossEntropyLoss()
 BATCHES = [(torch.full((4, 6), float(number)), torch.arange(4) % 5) for number in range(6)]
+BRIEF = [(inputs.bfloat16(), targets) for inputs, targets in BATCHES]
 MADE = {
     "averager": functools.partial(offbeat.AsyncModelAverager, averaging_frequency=2, overlap=False),
     "accumulator": functools.partial(offbeat.AsyncGradientAccumulator, accumulation_steps=2),
@@ -67,16 +70,36 @@ class Lookahead(Around):
         super().load_state_dict({"inner": state["fast"]})
 
 
+class Odd(torch.optim.SGD):
+    """Remembers of each parameter what a checkpoint can hold and torch does not load as it was."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "odd" not in (state := self.state[p]):
+                    third = torch.full_like(p, 1 / 3, dtype=torch.float32)
+                    counted = OrderedDict(last=(torch.tensor(2**24 + 1), "nested"))
+                    odd = {
+                        "name": "text",
+                        "raw": b"\0\xff",
+                        "seen": Counter("abba"),
+                        "history": [third, None],
+                    }
+                    state |= {"tag": "text", "array": np.arange(3.0), "odd": odd | {"counted": counted}}
+                    state |= {"arrays": [np.array(1.5), {"mask": np.array([True])}]}
+
+
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
-def train(ours, spec, **keywords):
+def train(ours, spec, *, batches=BATCHES, **keywords):
     if isinstance(ours, offbeat.AsyncTrainer):
-        ours.train(dataloader=BATCHES, optimizer=spec, loss_fn=LOSS, progress=False, **keywords)
+        ours.train(dataloader=batches, optimizer=spec, loss_fn=LOSS, progress=False, **keywords)
         return
-    for inputs, targets in BATCHES:
+    for inputs, targets in batches:
         ours.train_step(inputs=inputs, targets=targets, optimizer=spec, loss_fn=LOSS)
 
 
@@ -335,3 +358,69 @@ def test_an_optimizer_is_made_once_for_a_state(kind):
     made.clear()
     begun(kind, values).load_state_dict(state, optimizer=given)
     assert made == [0.1]
+
+
+def leaves(state):
+    """Take a state to pieces, with the type of each."""
+    if isinstance(state, dict):
+        return [type(state), *((key, leaves(value)) for key, value in state.items())]
+    if isinstance(state, list | tuple):
+        return [type(state), *map(leaves, state)]
+    if isinstance(state, torch.Tensor | np.ndarray):
+        return [type(state), state.dtype, state.tolist()]
+    return [type(state), state]
+
+
+def remembered(optimizer):
+    return [leaves(dict(optimizer.state[p])) for group in optimizer.param_groups for p in group["params"]]
+
+
+def odd(built):
+    return Odd(built.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_what_torch_does_not_load_as_it_was_comes_back_as_it_was(kind):
+    ours, other = MADE[kind](model().bfloat16()), MADE[kind](model().bfloat16())
+    train(ours, odd(ours.model), batches=BRIEF)
+    other.model.load_state_dict(ours.model.state_dict())
+    other.load_state_dict(ours.state_dict(), optimizer=odd(other.model))
+    assert len(remembered(ours.optimizer)) == 4
+    assert remembered(other.optimizer) == remembered(ours.optimizer)
+
+
+def test_it_comes_back_so_from_a_run_s_checkpoint_and_the_run_ends_with_the_same_bits(tmp_path):
+    def run(folder, max_steps):
+        ours = offbeat.FaultTolerantTrainer(model().bfloat16(), tmp_path / folder, checkpoint_frequency=2)
+        optimizer = odd(ours.model)
+        ours.train(dataloader=BRIEF, epochs=2, max_steps=max_steps, optimizer=optimizer, loss_fn=LOSS)
+        return remembered(optimizer), leaves(dict(ours.model.state_dict()))
+
+    whole = run("whole", 9)
+    run("broken", 5)
+    assert run("broken", 9) == whole
+
+
+class Keeps(Odd):
+    """Lays its state out otherwise when it is loaded."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for entry in self.state.values():
+            entry |= {"odd": ["loaded"], "tag": 3, "array": "loaded", "arrays": ("loaded", entry["tag"])}
+            del entry["momentum_buffer"]
+
+
+def test_what_an_optimizer_makes_of_its_own_state_stays():
+    ours, other = MADE["averager"](model()), MADE["averager"](model())
+    train(ours, Keeps(ours.model.parameters(), lr=0.1, momentum=0.9))
+    other.model.load_state_dict(ours.model.state_dict())
+    other.load_state_dict(ours.state_dict(), optimizer=Keeps(other.model.parameters(), lr=0.1, momentum=0.9))
+    for entry in other.optimizer.state.values():
+        assert entry.keys() == {"odd", "tag", "array", "arrays"}
+        assert (entry["odd"], entry["tag"], entry["array"], entry["arrays"][0]) == (
+            ["loaded"],
+            3,
+            "loaded",
+            "loaded",
+        )
