@@ -112,11 +112,14 @@ def check_holds(optimizer: torch.optim.Optimizer, parameters: Named, *, called: 
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = type(optimizer).__name__
     remedy = f"build it from the model: {name}({called}.parameters(), ...)"
+    or_freeze = "or, to train a part alone, freeze the rest first: parameter.requires_grad_(False)"
     own = set()
     for parameter_name, parameter in parameters:
         own.add(id(parameter))
         if parameter.requires_grad and id(parameter) not in held:
-            raise ConfigError(f"the {name} does not hold the model's parameter {parameter_name!r}: {remedy}")
+            raise ConfigError(
+                f"the {name} does not hold the model's parameter {parameter_name!r}: {remedy}; {or_freeze}"
+            )
     if held - own:
         raise ConfigError(f"the {name} holds tensors that are not parameters of {called}: {remedy}")
     return held

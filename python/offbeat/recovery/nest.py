@@ -7,7 +7,7 @@ of the same type; whatever is of another type is refused by its place in the nes
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -34,6 +34,9 @@ _ARRAYS = frozenset(
 
 _LARGEST_PLAIN = 2**63
 """Larger whole numbers are written in hexadecimal: Python limits the length of decimal ones that it reads."""
+
+MOST_NAMED = 8
+"""Of what is refused, in one error: an optimizer has the same of each parameter."""
 
 _RESERVED = "__metadata__"
 """What no tensor of a .safetensors file may be called."""
@@ -71,12 +74,12 @@ def flatten(state: object, *, what: str) -> Flat:
         Its parts. A tensor is named by its keys, joined with dots.
 
     Raises:
-        UnsupportedTensorError: Naming all that is something else, each by its place.
+        UnsupportedTensorError: Naming what is something else, each by its place.
     """
     taken = _Taken(what)
     skeleton = taken.part(state, ())
     if taken.faults:
-        raise UnsupportedTensorError("; ".join(taken.faults))
+        raise UnsupportedTensorError(_words(taken.faults))
     return Flat(skeleton, taken.tensors)
 
 
@@ -212,6 +215,12 @@ def _built(tag: str, parts: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  #
         case _:
             pairs = [(unflatten(key, tensors), unflatten(part, tensors)) for key, part in parts]
             return _MAPPINGS[tag](pairs)
+
+
+def _words(faults: Sequence[str]) -> str:
+    told = "; ".join(faults[:MOST_NAMED])
+    num_more = len(faults) - MOST_NAMED
+    return f"{told}; and so of {num_more} more" if num_more > 0 else told
 
 
 def _number(value: float) -> Skeleton:

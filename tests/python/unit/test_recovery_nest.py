@@ -176,6 +176,13 @@ def test_all_that_is_refused_is_named_at_once():
         flatten({"a": object(), "b": object()}, what="state")
 
 
+def test_of_very_many_the_first_are_named_and_the_others_counted():
+    told = "; and so of 192 more"
+    with pytest.raises(UnsupportedTensorError, match=r"\['7'\] is a builtins.set: [^;]*" + told) as caught:
+        flatten({str(number): {1} for number in range(200)}, what="state")
+    assert "['8']" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "value", [torch.ones(2), np.ones(2), np.float64(1)], ids=["tensor", "array", "number"]
 )
