@@ -14,24 +14,24 @@ from offbeat.cli.say import flush_output, output, say
 from offbeat.cli.wording import columns, duration, plain
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery.choice import left_behind
-from offbeat.recovery.directory import DAMAGED, Entry, entries, name_of, names
-from offbeat.recovery.folder import read_manifest, verify
+from offbeat.recovery.directory import DAMAGED, Entry, entries, fault_of_name, name_of, names
+from offbeat.recovery.folder import survey, verify
 from offbeat.recovery.manifest import MANIFEST, MODEL, DamagedError, Manifest
 
 __all__ = ["export", "inspect", "refuse_among", "verify_all"]
 
 
 def inspect(path: Path, *, as_json: bool) -> None:
-    """Print what manifests say; no other file is read.
+    """Print what manifests say; of other files only the lengths are looked at.
 
     Raises:
         CheckpointError: If the one at the path is damaged, or cannot be read.
     """
     if _is_one(path):
-        manifest = read_manifest(path)
+        manifest = _of_its_name(path, survey(path))
         output(_json("checkpoint", _told(manifest)) if as_json else _one(path, manifest))
         return
-    found = entries(path)
+    found = _surveyed(path)
     aside = sorted(entry.name for entry in path.iterdir() if entry.name.startswith(DAMAGED))
     if as_json:
         told = [
@@ -80,7 +80,7 @@ def export(path: Path, to: Path, settle: Callable[[], object]) -> str:
     for folder in sorted(_folders(path), key=_left_behind(path).__contains__):
         try:
             with Reading(folder.name) as tell:
-                manifest = verify(folder, tell)
+                manifest = _of_its_name(folder, verify(folder, tell))
         except DamagedError as error:
             if folder.exists():
                 if _is_one(path):
@@ -105,7 +105,33 @@ def refuse_among(path: Path, to: Path) -> None:
 
 
 def _is_one(path: Path) -> bool:
-    return (path / MANIFEST).exists()
+    return (path / MANIFEST).exists() and not (path / MANIFEST).is_dir()
+
+
+def _of_its_name(folder: Path, manifest: Manifest) -> Manifest:
+    """See that a folder is not under another checkpoint's name, under which no training would take it.
+
+    Raises:
+        DamagedError: If it is.
+    """
+    if (fault := fault_of_name(folder, manifest)) is not None:
+        raise DamagedError(fault)
+    return manifest
+
+
+def _surveyed(path: Path) -> list[Entry]:
+    """Tell of each checkpoint what its manifest says, or that it is damaged, as its files' lengths show."""
+    found = []
+    for entry in entries(path):
+        try:
+            if entry.manifest is not None:
+                survey(path / entry.name)
+        except DamagedError as error:
+            if (path / entry.name).exists():  # else removed by its trainer meanwhile
+                found.append(Entry(entry.name, None, str(error)))
+        else:
+            found.append(entry)
+    return found
 
 
 def _folders(path: Path) -> list[Path]:
@@ -126,7 +152,7 @@ def _verdicts(path: Path) -> Iterator[tuple[str, bool | None]]:
     for folder in _folders(path):
         try:
             with Reading(folder.name) as tell:
-                verify(folder, tell)
+                _of_its_name(folder, verify(folder, tell))
         except CheckpointError as error:
             yield (
                 (str(error), False) if folder.exists() else (f"{folder}: gone, removed by its trainer", None)

@@ -20,7 +20,7 @@ from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery.folder import read_manifest, sync
 from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
 
-__all__ = ["Directory", "Entry", "entries", "is_trainers", "name_of", "names"]
+__all__ = ["Directory", "Entry", "entries", "fault_of_name", "is_trainers", "name_of", "names"]
 
 LOCK = "lock"
 """As a server's, so that neither takes the other's directory."""
@@ -55,6 +55,13 @@ class Entry:
 def name_of(number: int, step: int) -> str:
     """Name a checkpoint's folder: by its save, since a step may be saved twice after a return to an older."""
     return f"save-{number:06}-step-{step}"
+
+
+def fault_of_name(folder: Path, manifest: Manifest) -> str | None:
+    """Say if a folder has another checkpoint's name; a copy may have any that is no checkpoint's."""
+    if NAME.fullmatch(folder.name) and folder.name != (own := name_of(manifest.number, manifest.step)):
+        return f"{folder}: the manifest is of {own}"
+    return None
 
 
 def names(path: Path) -> list[str]:
@@ -260,7 +267,7 @@ class Directory:
         gone = self.path / f"{REMOVED}{name}"
         try:
             (self.path / name).rename(gone)
-            shutil.rmtree(gone)
+            _delete(gone)
         except OSError as error:
             raise CheckpointError(f"{self.path / name} cannot be removed: {error.strerror}") from error
 
@@ -280,7 +287,7 @@ class Directory:
         for name in _listed(self.path):
             if name.startswith((BUILT, REMOVED)):
                 try:
-                    shutil.rmtree(self.path / name)
+                    _delete(self.path / name)
                 except OSError as error:
                     faults.append(f"{self.path / name} cannot be removed: {error.strerror}")
         if faults:
@@ -310,6 +317,14 @@ class Directory:
             (self.path / name).rename(self.path / f"{DAMAGED}{name}")
         except OSError as error:
             raise CheckpointError(f"{self.path / name} cannot be set aside: {error.strerror}") from error
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or the file or link that somebody has put in its place; not what that leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _make(path: Path) -> None:
@@ -399,11 +414,8 @@ def _entry(path: Path, name: str) -> Entry | None:
         manifest = read_manifest(path / name)
     except DamagedError as error:
         return Entry(name, None, str(error)) if (path / name).exists() else None
-    if name != name_of(manifest.number, manifest.step):
-        return Entry(
-            name, None, f"{path / name}: the manifest is of {name_of(manifest.number, manifest.step)}"
-        )
-    return Entry(name, manifest, None)
+    fault = fault_of_name(path / name, manifest)
+    return Entry(name, None if fault else manifest, fault)
 
 
 def _number(name: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from offbeat.errors import CheckpointError
 from offbeat.recovery.manifest import MANIFEST, DamagedError, FileEntry, Manifest
 
-__all__ = ["Tell", "read_manifest", "sync", "verify", "write_synced"]
+__all__ = ["Tell", "read_manifest", "survey", "sync", "verify", "write_synced"]
 
 Tell = Callable[[int, int], object]
 """Hears how many bytes of how many have been read."""
@@ -38,6 +38,19 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
+def survey(folder: Path) -> Manifest:
+    """Read what a checkpoint says of itself, and of its other files how long they are.
+
+    Raises:
+        DamagedError: If one is missing, or of another length.
+        CheckpointError: If one cannot be opened.
+    """
+    manifest = read_manifest(folder)
+    for entry in manifest.files:
+        _opened_whole(folder, entry).close()
+    return manifest
+
+
 def verify(folder: Path, tell: Tell = lambda *_: None) -> Manifest:
     """Read a checkpoint to its end.
 
@@ -55,12 +68,7 @@ def verify(folder: Path, tell: Tell = lambda *_: None) -> Manifest:
     manifest = read_manifest(folder)
     total, done = sum(entry.bytes for entry in manifest.files), 0
     for entry in manifest.files:
-        with _opened(folder, entry.name) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != entry.bytes:
-                raise DamagedError(
-                    f"{folder}: {entry.name} has {found} bytes where the manifest says {entry.bytes}"
-                )
+        with _opened_whole(folder, entry) as file:
             digest = hashlib.sha256()
             while chunk := _read(file, folder / entry.name):
                 digest.update(chunk)
@@ -92,6 +100,15 @@ def sync(folder: Path) -> None:
         os.close(number)
 
 
+def _opened_whole(folder: Path, entry: FileEntry) -> FileIO:
+    """Open a file that has the length it is to have."""
+    file = _opened(folder, entry.name)
+    if (found := os.fstat(file.fileno()).st_size) != entry.bytes:
+        file.close()
+        raise DamagedError(f"{folder}: {entry.name} has {found} bytes where the manifest says {entry.bytes}")
+    return file
+
+
 def _opened(folder: Path, name: str) -> FileIO:
     """Open a plain file of a checkpoint, and nothing that a link leads to."""
     path = folder / name
@@ -99,15 +116,16 @@ def _opened(folder: Path, name: str) -> FileIO:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise DamagedError(f"{folder}: there is no {name}") from error
+    except NotADirectoryError as error:
+        raise DamagedError(f"{folder} is no folder") from error
     except OSError as error:
         if path.is_symlink():
             raise DamagedError(f"{folder}: {name} is a link") from error
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    file = FileIO(number)
     if not stat.S_ISREG(os.fstat(number).st_mode):
-        file.close()
+        os.close(number)
         raise DamagedError(f"{folder}: {name} is no file")
-    return file
+    return FileIO(number)
 
 
 def _read(file: FileIO, path: Path) -> bytes:

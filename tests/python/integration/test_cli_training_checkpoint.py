@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import re
+import shutil
 
 import pytest
 import safetensors.torch
@@ -119,6 +121,58 @@ def test_inspect_gives_json_to_programs_also_of_what_is_damaged(kept, capsys):
     code, _, err = offbeat(capsys, "inspect", folder / newest)
     assert code == 11
     assert "manifest.json is not as it was written" in err
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_inspect_tells_by_the_files_lengths_what_is_damaged(file, is_cut, kept, capsys):
+    folder, _ = kept
+    newest, before, *_ = names(folder)
+    if is_cut:
+        os.truncate(folder / newest / file, 100)
+        told = rf"{newest}: {file} has 100 bytes where the manifest says \d+"
+    else:
+        (folder / newest / file).unlink()
+        told = rf"{newest}: there is no {file}"
+    code, out, _ = offbeat(capsys, "inspect", folder)
+    assert code == 0
+    assert re.search(rf"^{newest} +damaged ", out, re.MULTILINE)
+    assert not re.search(rf"^{before} +damaged ", out, re.MULTILINE)
+    assert re.search(told, out)
+    code, _, err = offbeat(capsys, "inspect", folder / newest)
+    assert (code, bool(re.search(told, err))) == (11, True)
+    assert offbeat(capsys, "inspect", folder / before)[0] == 0
+
+
+def test_a_copy_under_another_checkpoint_s_name_is_damaged_as_a_start_finds_it(kept, capsys, tmp_path):
+    folder, _ = kept
+    newest = names(folder)[0]
+    shutil.copytree(folder / newest, folder / "save-000200-step-300")
+    shutil.copytree(folder / newest, tmp_path / "copy")
+    told = f"save-000200-step-300: the manifest is of {newest}"
+    code, out, _ = offbeat(capsys, "verify", folder)
+    assert (code, told in out, f"{newest}: ok" in out) == (11, True, True)
+    assert told in offbeat(capsys, "inspect", folder)[1]
+    for action in ("inspect", "verify"):
+        code, out, err = offbeat(capsys, action, folder / "save-000200-step-300")
+        assert (code, told in out + err) == (11, True)
+        assert offbeat(capsys, action, tmp_path / "copy")[0] == 0
+    code, out, err = offbeat(capsys, "export", folder, tmp_path / "model.safetensors")
+    assert (code, told in err, f"the model of {newest}," in out) == (0, True, True)
+
+
+def test_rubbish_under_a_checkpoint_s_name_or_a_manifest_s_is_passed_over(kept, capsys, tmp_path):
+    folder, _ = kept
+    newest = names(folder)[0]
+    (folder / "save-000300-step-300").write_bytes(b"a file")
+    (folder / "manifest.json").mkdir()
+    code, out, _ = offbeat(capsys, "inspect", folder)
+    assert (code, "save-000300-step-300 is no folder" in out) == (0, True)
+    code, out, _ = offbeat(capsys, "verify", folder)
+    assert (code, f"{newest}: ok" in out) == (11, True)
+    code, out, err = offbeat(capsys, "export", folder, tmp_path / "model.safetensors")
+    assert (code, f"the model of {newest}," in out) == (0, True)
+    assert "save-000300-step-300 is no folder" in err
 
 
 def test_verify_reads_all_and_names_what_is_damaged(kept, capsys):

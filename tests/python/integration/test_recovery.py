@@ -240,6 +240,27 @@ def link(path):
     path.symlink_to(path.with_suffix(".moved"))
 
 
+def test_a_file_or_a_link_under_a_checkpoint_s_name_is_passed_over_and_set_aside(
+    broken_off, tmp_path, caplog
+):
+    folder = tmp_path / "kept"
+    shutil.copytree(broken_off, folder)
+    newest = directory.names(folder)[0]
+    (folder / "save-009998-step-9998").symlink_to(newest)
+    (folder / "save-009999-step-9999").write_bytes(b"a file")
+    trainer = fault_tolerant.trained(folder, max_steps=76)
+    assert trainer.resumed_from == folder / newest
+    assert [why.partition(": ")[0] for why in trainer.passed_over] == [
+        f"{folder}/save-009999-step-9999 is no folder",
+        f"{folder}/save-009998-step-9998",
+    ]
+    assert all(why in caplog.text for why in trainer.passed_over)
+    assert (folder / "damaged-save-009999-step-9999").read_bytes() == b"a file"
+    again = fault_tolerant.trained(folder, max_steps=3, recovery_strategy="none", overwrite=True)
+    assert again.resumed_from is None
+    assert not list(folder.glob("damaged-*"))
+
+
 def test_where_all_are_damaged_no_run_begins_by_itself(broken_off, tmp_path):
     folder = tmp_path / "kept"
     shutil.copytree(broken_off, folder)

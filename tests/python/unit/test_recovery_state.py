@@ -483,7 +483,15 @@ def test_an_old_manifest_that_cannot_be_read_ends_no_run_and_others_are_removed(
 def test_what_cannot_be_swept_away_keeps_nobody_from_starting_and_no_save_takes_its_number(
     tmp_path, monkeypatch, caplog
 ):
-    (tmp_path / ".saving-000004").write_text("no folder", "utf-8")
+    rmtree = shutil.rmtree
+
+    def busy(path, *given, **keywords):
+        if path == tmp_path / ".saving-000004":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        rmtree(path, *given, **keywords)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    (tmp_path / ".saving-000004").mkdir()
     assert saved_each_step(tmp_path, monkeypatch, epochs=1).stopped == "epochs"
     assert names(tmp_path)[0] == "save-000010-step-5"
     assert ".saving-000004 cannot be removed" in caplog.text
