@@ -25,6 +25,9 @@ __all__ = [
     "settings_of",
 ]
 
+_TO_PIECES = "<generator object"
+"""How a string begins that torch has taken to pieces: its type, called with a generator."""
+
 MOVED = ("lr", "momentum", "betas")
 """What schedulers set when they are made, as OneCycleLR does."""
 
@@ -82,50 +85,65 @@ def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_ne
     bring_back(live, state["optimizer"])
 
 
+class _Whole(np.ndarray[Any, Any]):
+    """An array that torch does not take for something to iterate over, and so hands on as it is."""
+
+    __iter__ = None  # type: ignore[assignment]
+
+
 def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state as it was saved.
 
-    Of a parameter's entry torch casts all tensors to the parameter's dtype, as float32 averages to bfloat16,
-    makes dicts of any type plain ones, takes a string to pieces, and fails at numpy's arrays.
+    Of what it remembers of a parameter torch casts all tensors to the parameter's dtype, as float32 averages
+    to bfloat16, makes dicts of any type plain ones, takes a string to pieces, and fails at numpy's arrays.
+    What an optimizer itself makes of its state when it is loaded stays.
     """
-    entries = saved.get("state", {})
-    optimizer.load_state_dict(saved | {"state": _without_arrays(entries)} if "state" in saved else saved)
+    groups, entries = _groups_in(saved), saved.get("state", {})
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in entries.items():  # one around another may lay its state out otherwise
-        if not isinstance(index, int) or not isinstance(entry, dict):
-            continue
-        held = optimizer.state[parameters[index]]
-        held |= {name: _as_saved(value, held[name]) for name, value in entry.items() if name in held}
+    # One around another may lay its state out otherwise.
+    indices = range(len(parameters)) if groups is None else [i for g in groups for i in g.get("params", ())]
+    named = {i: p for i, p in zip(indices, parameters, strict=False) if i in entries}
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        whole = {index: _whole(entry) if index in named else entry for index, entry in entries.items()}
+        optimizer.load_state_dict(saved | {"state": whole})
+    else:
+        optimizer.load_state_dict(saved)
+    for index, parameter in named.items():
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = _as_saved(entries[index], optimizer.state[parameter])
 
 
-def _without_arrays(value: Any) -> Any:  # noqa: ANN401  a part of a state
-    """Give a part of a state with None where it has numpy's arrays."""
-    if isinstance(value, np.ndarray):
-        return None
+def _whole(value: Any) -> Any:  # noqa: ANN401  a part of a state
+    """Give a part of a state in which numpy's arrays come through torch's loading."""
+    if type(value) is np.ndarray:
+        return value.copy().view(_Whole)
     if isinstance(value, dict):
-        return {key: _without_arrays(item) for key, item in value.items()}
-    return type(value)(map(_without_arrays, value)) if type(value) in (list, tuple) else value
+        return {key: _whole(item) for key, item in value.items()}
+    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
 
 
 def _as_saved(value: Any, now: Any) -> Any:  # noqa: ANN401  a part of a state
     """Give a part of a state as it was saved, on the devices where torch has put its tensors.
 
     Args:
-        value: As it was saved.
-        now: What torch has made of it; where the optimizer has laid it out otherwise, that stays.
+        value: As it was saved; None where the optimizer has made a part of its own.
+        now: What has come of it: torch's doing is undone, and the optimizer's own stays.
     """
     kind = type(value)
-    if isinstance(value, torch.Tensor):
-        is_cast = isinstance(now, torch.Tensor) and now.dtype != value.dtype
-        return value.to(now.device) if is_cast else now
-    if isinstance(value, np.ndarray):
-        return value.copy() if now is None else now
-    if kind is str:
-        return value if isinstance(now, str) else now
-    if kind in (dict, OrderedDict, Counter) and isinstance(now, dict) and now.keys() == value.keys():
-        return kind({key: _as_saved(item, now[key]) for key, item in value.items()})
-    if kind in (list, tuple) and type(now) is kind and len(now) == len(value):
-        return kind(map(_as_saved, value, now))
+    if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+        is_cast = now.dtype != value.dtype and now.shape == value.shape
+        return value.to(now.device, copy=True) if is_cast else now
+    if isinstance(now, _Whole):
+        return np.array(now)
+    if kind is str and type(now) is str and now.startswith(_TO_PIECES):
+        return value
+    if isinstance(now, dict):
+        before = value if isinstance(value, dict) else {}
+        now.update({key: _as_saved(before.get(key), item) for key, item in now.items()})
+        return kind(now) if kind in (OrderedDict, Counter) and type(now) is dict else now
+    if type(now) in (list, tuple):
+        known = value if kind in (list, tuple) and len(value) == len(now) else [None] * len(now)
+        return type(now)(map(_as_saved, known, now))
     return now
 
 

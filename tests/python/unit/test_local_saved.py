@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError
+from offbeat.local.saved import bring_back
 
 LOSS = nn.CrossEntropyLoss()
 BATCHES = [(torch.full((4, 6), float(number)), torch.arange(4) % 5) for number in range(6)]
@@ -372,7 +373,10 @@ def leaves(state):
 
 
 def remembered(optimizer):
-    return [leaves(dict(optimizer.state[p])) for group in optimizer.param_groups for p in group["params"]]
+    """Take all that an optimizer's state has to pieces, in the order of its parameters, and then all else."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return [leaves(optimizer.state[p]) for p in parameters] + [leaves(others)]
 
 
 def odd(built):
@@ -385,7 +389,7 @@ def test_what_torch_does_not_load_as_it_was_comes_back_as_it_was(kind):
     train(ours, odd(ours.model), batches=BRIEF)
     other.model.load_state_dict(ours.model.state_dict())
     other.load_state_dict(ours.state_dict(), optimizer=odd(other.model))
-    assert len(remembered(ours.optimizer)) == 4
+    assert len(remembered(ours.optimizer)) == 5
     assert remembered(other.optimizer) == remembered(ours.optimizer)
 
 
@@ -401,26 +405,116 @@ def test_it_comes_back_so_from_a_run_s_checkpoint_and_the_run_ends_with_the_same
     assert run("broken", 9) == whole
 
 
-class Keeps(Odd):
-    """Lays its state out otherwise when it is loaded."""
+class Entered(torch.optim.SGD):
+    """Remembers of each parameter one thing, which need be no dict, and something of none."""
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        for entry in self.state.values():
-            entry |= {"odd": ["loaded"], "tag": 3, "array": "loaded", "arrays": ("loaded", entry["tag"])}
-            del entry["momentum_buffer"]
+    entry = staticmethod(dict)
+
+    def step(self, closure=None):
+        del closure  # and changes no parameter, as SGD would want its own entries
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = self.entry()
+        self.state["all"] = {"mean": np.arange(2.0), "seen": Counter("ab"), "last": OrderedDict(a="text")}
+
+
+def brought_back(first, then):
+    """Let an optimizer make a step, and give it with another that has its state, which stays as it is."""
+    ours, other = (kind(model().bfloat16().parameters(), lr=0.1) for kind in (first, then))
+    ours.step()
+    state = ours.state_dict()
+    before = leaves(state["state"])
+    bring_back(other, state)
+    assert leaves(state["state"]) == before
+    return ours, other, state
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda: OrderedDict(a=torch.ones(2), b="text"),
+        lambda: Counter("abba"),
+        lambda: [np.arange(3), torch.full((2,), 1 / 3)],
+        lambda: (torch.full((2,), 1 / 3), {"a": [np.float32(1)]}),
+        lambda: np.arange(3.0),
+        lambda: "text",
+    ],
+)
+def test_an_entry_and_what_is_of_no_parameter_come_back_as_they_were_too(entry):
+    kind = type("Kind", (Entered,), {"entry": staticmethod(entry)})
+    ours, other, _ = brought_back(kind, kind)
+    assert remembered(other) == remembered(ours)
+
+
+class Third(Entered):
+    entry = staticmethod(
+        lambda: {
+            "old": np.arange(3.0),
+            "phase": "running",
+            "stats": {"kept": np.arange(2.0), "mean": torch.full((2,), 1 / 3), "name": "text"},
+            "steps": [torch.full((2,), 1 / 3)],
+            "packed": torch.full((4,), 1 / 3),
+            "gone": 1,
+        }
+    )
+
+
+class Settled(Third):
+    """Makes some things of its own of its state, when it is loaded."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for entry in [self.state[p] for group in self.param_groups for p in group["params"]]:
+            entry["new"] = entry.pop("old")
+            entry["doubled"] = entry["new"] * 2
+            entry["phase"] = "resumed"
+            entry["stats"].setdefault("count", 0)
+            entry["steps"].append(0)
+            entry["packed"] = torch.zeros(2, 2)
+            del entry["gone"]
 
 
 def test_what_an_optimizer_makes_of_its_own_state_stays():
-    ours, other = MADE["averager"](model()), MADE["averager"](model())
-    train(ours, Keeps(ours.model.parameters(), lr=0.1, momentum=0.9))
-    other.model.load_state_dict(ours.model.state_dict())
-    other.load_state_dict(ours.state_dict(), optimizer=Keeps(other.model.parameters(), lr=0.1, momentum=0.9))
-    for entry in other.optimizer.state.values():
-        assert entry.keys() == {"odd", "tag", "array", "arrays"}
-        assert (entry["odd"], entry["tag"], entry["array"], entry["arrays"][0]) == (
-            ["loaded"],
-            3,
-            "loaded",
-            "loaded",
-        )
+    _, other, _ = brought_back(Third, Settled)
+    third = torch.full((2,), 1 / 3)
+    for group in other.param_groups:
+        for p in group["params"]:
+            assert leaves(other.state[p]) == leaves(
+                {
+                    "phase": "resumed",
+                    "stats": {"kept": np.arange(2.0), "mean": third, "name": "text", "count": 0},
+                    "steps": [third.bfloat16(), 0],  # of which nobody can say what is what
+                    "packed": torch.zeros(2, 2),
+                    "new": np.arange(3.0),
+                    "doubled": np.arange(3.0) * 2,
+                }
+            )
+
+
+class Own(Third):
+    """Has a way of its own to load its state."""
+
+    def load_state_dict(self, state):
+        self.given = state
+        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {"table": [*state["state"][index]["old"]]}
+
+
+def test_an_optimizer_that_loads_its_state_in_its_own_way_is_given_it_untouched():
+    _, other, state = brought_back(Third, Own)
+    assert other.given is state
+    assert leaves(other.given["state"]) == leaves(state["state"])
+    assert [leaves(dict(entry)) for entry in other.state.values()] == [
+        leaves({"table": [*np.arange(3.0)]})
+    ] * 4
+
+
+def test_what_is_trained_on_after_a_load_leaves_the_state_as_it_was():
+    _, other, state = brought_back(Third, Third)
+    before = leaves(state["state"])
+    for entry in other.state.values():
+        if "stats" in entry:
+            entry["stats"]["mean"].add_(1)
+            entry["stats"]["kept"] += 1
+            entry["packed"].add_(1)
+    assert leaves(state["state"]) == before
