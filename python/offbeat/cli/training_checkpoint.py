@@ -15,7 +15,7 @@ from offbeat.cli.wording import columns, duration, plain
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.recovery.choice import left_behind
 from offbeat.recovery.directory import DAMAGED, Entry, entries, fault_of_name, name_of, names
-from offbeat.recovery.folder import survey, verify
+from offbeat.recovery.folder import Tell, survey, verify
 from offbeat.recovery.manifest import MANIFEST, MODEL, DamagedError, Manifest
 
 __all__ = ["export", "inspect", "refuse_among", "verify_all"]
@@ -28,7 +28,7 @@ def inspect(path: Path, *, as_json: bool) -> None:
         CheckpointError: If the one at the path is damaged, or cannot be read.
     """
     if _is_one(path):
-        manifest = _of_its_name(path, survey(path))
+        manifest = survey(path)
         output(_json("checkpoint", _told(manifest)) if as_json else _one(path, manifest))
         return
     found = _surveyed(path)
@@ -80,9 +80,9 @@ def export(path: Path, to: Path, settle: Callable[[], object]) -> str:
     for folder in sorted(_folders(path), key=_left_behind(path).__contains__):
         try:
             with Reading(folder.name) as tell:
-                manifest = _of_its_name(folder, verify(folder, tell))
+                manifest = _verified(path, folder, tell)
         except DamagedError as error:
-            if folder.exists():
+            if os.path.lexists(folder):
                 if _is_one(path):
                     raise
                 say(f"WARNING: a newer checkpoint is damaged, and passed over: {plain(str(error))}")
@@ -108,13 +108,20 @@ def _is_one(path: Path) -> bool:
     return (path / MANIFEST).exists() and not (path / MANIFEST).is_dir()
 
 
-def _of_its_name(folder: Path, manifest: Manifest) -> Manifest:
-    """See that a folder is not under another checkpoint's name, under which no training would take it.
+def _verified(path: Path, folder: Path, tell: Tell) -> Manifest:
+    """Read a checkpoint to its end, as a start does: that of a directory has to be under its own name.
+
+    Args:
+        path: What the user named: the folder, or the directory that it is in.
+        folder: Where it is.
+        tell: Told how far it is.
 
     Raises:
-        DamagedError: If it is.
+        DamagedError: If it is not as it was written.
+        CheckpointError: If it cannot be read.
     """
-    if (fault := fault_of_name(folder, manifest)) is not None:
+    manifest = verify(folder, tell)
+    if folder != path and (fault := fault_of_name(folder, manifest)) is not None:
         raise DamagedError(fault)
     return manifest
 
@@ -127,7 +134,7 @@ def _surveyed(path: Path) -> list[Entry]:
             if entry.manifest is not None:
                 survey(path / entry.name)
         except DamagedError as error:
-            if (path / entry.name).exists():  # else removed by its trainer meanwhile
+            if os.path.lexists(path / entry.name):  # else removed by its trainer meanwhile
                 found.append(Entry(entry.name, None, str(error)))
         else:
             found.append(entry)
@@ -152,10 +159,12 @@ def _verdicts(path: Path) -> Iterator[tuple[str, bool | None]]:
     for folder in _folders(path):
         try:
             with Reading(folder.name) as tell:
-                _of_its_name(folder, verify(folder, tell))
+                _verified(path, folder, tell)
         except CheckpointError as error:
             yield (
-                (str(error), False) if folder.exists() else (f"{folder}: gone, removed by its trainer", None)
+                (str(error), False)
+                if os.path.lexists(folder)
+                else (f"{folder}: gone, removed by its trainer", None)
             )
         else:
             yield f"{folder}: ok", True

@@ -27,6 +27,7 @@ LOCK = "lock"
 BUILT, REMOVED, DAMAGED = ".saving-", ".removing-", "damaged-"
 TRIED = f"{BUILT}000000"
 """A folder that is made to see that one can be; a save's number is higher."""
+HALF_DONE = re.compile(r"\.saving-\d{6,}|\.removing-(damaged-)?save-\d{6,}-step-\d+")
 NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 SERVERS = re.compile(r"life\.json|(damaged-|earlier-)?checkpoint-\d{6,}")
 """What a server leaves in a directory."""
@@ -58,10 +59,9 @@ def name_of(number: int, step: int) -> str:
 
 
 def fault_of_name(folder: Path, manifest: Manifest) -> str | None:
-    """Say if a folder has another checkpoint's name; a copy may have any that is no checkpoint's."""
-    if NAME.fullmatch(folder.name) and folder.name != (own := name_of(manifest.number, manifest.step)):
-        return f"{folder}: the manifest is of {own}"
-    return None
+    """Say if a folder of a directory has not the name of its own checkpoint."""
+    own = name_of(manifest.number, manifest.step)
+    return None if folder.name == own else f"{folder}: the manifest is of {own}"
 
 
 def names(path: Path) -> list[str]:
@@ -285,7 +285,7 @@ class Directory:
         """Remove what is half-done; to be called where nothing is under way."""
         faults = []
         for name in _listed(self.path):
-            if name.startswith((BUILT, REMOVED)):
+            if HALF_DONE.fullmatch(name):
                 try:
                     _delete(self.path / name)
                 except OSError as error:
@@ -413,7 +413,7 @@ def _entry(path: Path, name: str) -> Entry | None:
     try:
         manifest = read_manifest(path / name)
     except DamagedError as error:
-        return Entry(name, None, str(error)) if (path / name).exists() else None
+        return Entry(name, None, str(error)) if os.path.lexists(path / name) else None
     fault = fault_of_name(path / name, manifest)
     return Entry(name, None if fault else manifest, fault)
 

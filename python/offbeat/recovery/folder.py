@@ -43,11 +43,18 @@ def survey(folder: Path) -> Manifest:
 
     Raises:
         DamagedError: If one is missing, or of another length.
-        CheckpointError: If one cannot be opened.
+        CheckpointError: If the manifest cannot be read. That of other files is not tried.
     """
     manifest = read_manifest(folder)
     for entry in manifest.files:
-        _opened_whole(folder, entry).close()
+        try:
+            told = (folder / entry.name).stat(follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise DamagedError(f"{folder}: there is no {entry.name}") from error
+        except OSError as error:
+            raise CheckpointError(f"{folder / entry.name} cannot be read: {error.strerror}") from error
+        _check_kind(folder, entry.name, told)
+        _check_length(folder, entry, told)
     return manifest
 
 
@@ -68,7 +75,8 @@ def verify(folder: Path, tell: Tell = lambda *_: None) -> Manifest:
     manifest = read_manifest(folder)
     total, done = sum(entry.bytes for entry in manifest.files), 0
     for entry in manifest.files:
-        with _opened_whole(folder, entry) as file:
+        with _opened(folder, entry.name) as file:
+            _check_length(folder, entry, os.fstat(file.fileno()))
             digest = hashlib.sha256()
             while chunk := _read(file, folder / entry.name):
                 digest.update(chunk)
@@ -100,13 +108,18 @@ def sync(folder: Path) -> None:
         os.close(number)
 
 
-def _opened_whole(folder: Path, entry: FileEntry) -> FileIO:
-    """Open a file that has the length it is to have."""
-    file = _opened(folder, entry.name)
-    if (found := os.fstat(file.fileno()).st_size) != entry.bytes:
-        file.close()
-        raise DamagedError(f"{folder}: {entry.name} has {found} bytes where the manifest says {entry.bytes}")
-    return file
+def _check_kind(folder: Path, name: str, told: os.stat_result) -> None:
+    if stat.S_ISLNK(told.st_mode):
+        raise DamagedError(f"{folder}: {name} is a link")
+    if not stat.S_ISREG(told.st_mode):
+        raise DamagedError(f"{folder}: {name} is no file")
+
+
+def _check_length(folder: Path, entry: FileEntry, told: os.stat_result) -> None:
+    if told.st_size != entry.bytes:
+        raise DamagedError(
+            f"{folder}: {entry.name} has {told.st_size} bytes where the manifest says {entry.bytes}"
+        )
 
 
 def _opened(folder: Path, name: str) -> FileIO:
@@ -115,6 +128,8 @@ def _opened(folder: Path, name: str) -> FileIO:
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
+        if folder.is_symlink() and not folder.exists():
+            raise DamagedError(f"{folder} is a link to nothing") from error
         raise DamagedError(f"{folder}: there is no {name}") from error
     except NotADirectoryError as error:
         raise DamagedError(f"{folder} is no folder") from error
@@ -122,9 +137,11 @@ def _opened(folder: Path, name: str) -> FileIO:
         if path.is_symlink():
             raise DamagedError(f"{folder}: {name} is a link") from error
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(number).st_mode):
+    try:
+        _check_kind(folder, name, os.fstat(number))
+    except DamagedError:
         os.close(number)
-        raise DamagedError(f"{folder}: {name} is no file")
+        raise
     return FileIO(number)
 
 

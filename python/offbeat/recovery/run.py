@@ -24,7 +24,7 @@ from offbeat.local.log_lines import (
 )
 from offbeat.local.loss import wake
 from offbeat.local.stopping import Stop
-from offbeat.recovery import rng
+from offbeat.recovery import files, rng
 from offbeat.recovery.account import Account
 from offbeat.recovery.files import Parts
 from offbeat.recovery.goal import Goal
@@ -39,7 +39,7 @@ from offbeat.recovery.trainee import GoesBack, Trainee
 from offbeat.termination import BrokenOff, Terminated
 from offbeat.worker.account import Account as Pushes
 
-__all__ = ["Again", "Plan", "Run", "taken_apart"]
+__all__ = ["Again", "Plan", "Run", "check_state"]
 
 WHERE_NOT_FINITE = (
     "give a lower learning rate, clip gradients or, in half precision, scale the loss; or let "
@@ -180,6 +180,7 @@ class Run:
         self._untold: int | None = None  # number of what was gone back to, until a checkpoint says so
         self._pushes = Pushes(account.history, owner="trainer")
         self._finiteness = Finiteness(trainee.module, account.history, remedy=plan.where_not_finite)
+        self._is_checked = False
         self._first_step = self.began_step = account.history.steps
         self._seconds_before = account.history.seconds
         self._began = time.monotonic()
@@ -363,8 +364,7 @@ class Run:
             if history.steps - self._account.logged_step >= self._plan.log_frequency:
                 self._log()
             self._go_back_if_asked()
-            if self._saver.is_wanted(history.steps) and self._trainee.is_settled:
-                self._save()
+            self._save_if_wanted(is_skipped=done.is_skipped)
             self._check_terminated()
             if self._pushes.is_out_of_budget or self._is_stopped():
                 return False
@@ -376,6 +376,15 @@ class Run:
                 f"to train on: look at its length, at drop_last, and whether it can be gone through again"
             )
         return True
+
+    def _save_if_wanted(self, *, is_skipped: bool) -> None:
+        """Save, when it is time to; after the first step see that one can: most state is new."""
+        if self._saver.is_wanted(self._account.history.steps):
+            if self._trainee.is_settled:
+                self._save()
+        elif not (self._is_checked or is_skipped) and self._trainee.is_settled:
+            self._is_checked = True
+            check_state(self._trainee)
 
     def _go_back_if_asked(self) -> None:
         """Put the values of a checkpoint in place, where somebody has asked for that, and save them at once.
@@ -486,6 +495,7 @@ class Run:
         is_done = plan.is_done(account) and not self._is_validation_due
         is_end_due = (is_done or self._was_stopped) and self._trainee.meets_at_server and not self._has_ended
         parts = taken_apart(self._trainee, self._rest(account))
+        self._is_checked = True
         history, place = account.history, account.place
         manifest = Manifest(
             number=0,
@@ -558,6 +568,15 @@ class Run:
         log.announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
         self._finiteness.look()
         self._trainee.logged(record, tracked(record, rate, without=empty))
+
+
+def check_state(trainee: Trainee) -> None:
+    """Check that a checkpoint can hold the state that there is.
+
+    Raises:
+        UnsupportedTensorError: Naming what it cannot.
+    """
+    files.check(taken_apart(trainee, lambda: {"keepers": states_of(trainee.keepers)}))
 
 
 def taken_apart(trainee: Trainee, rest: Callable[[], dict[str, Any]]) -> Parts:

@@ -23,18 +23,17 @@ from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.stopping import Stop
 from offbeat.metrics import Meter, Metric, listed
 from offbeat.naming import known_attributes, known_keywords
-from offbeat.recovery import files, rng, settings
+from offbeat.recovery import rng, settings
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, kept, planned
 from offbeat.recovery.determinism import deterministic as same_bits
 from offbeat.recovery.directory import Directory
 from offbeat.recovery.goal import Goal
-from offbeat.recovery.keepers import states_of
 from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
 from offbeat.recovery.place import Data, data_of
 from offbeat.recovery.rollback import WayBack
-from offbeat.recovery.run import Again, Plan, Run, taken_apart
+from offbeat.recovery.run import Again, Plan, Run, check_state
 from offbeat.recovery.saver import Delays, Saver
 from offbeat.recovery.start import Found, Strategy, find, go_on
 from offbeat.recovery.subjects import Asked, Subject, subject_of
@@ -290,8 +289,7 @@ class FaultTolerantTrainer:
             log.warn(warning)
         trainee = subject.trainee(asked)
         self._loss_fn = loss_fn
-        # What no checkpoint can hold is refused now, and not at the first save.
-        files.check(taken_apart(trainee, lambda: {"keepers": states_of(trainee.keepers)}))
+        check_state(trainee)  # now, and not at the first save
         account = Account(measured, self._monitor, trainee.scheduler_meter if validation is None else None)
         account.history.optimizer = settings.words_of(trainee.optimizer_name)
         with ExitStack() as stack:

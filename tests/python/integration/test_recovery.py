@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offbeat.recovery import directory
+from offbeat.recovery import folder as folder_of
 from support import fault_tolerant
 from support.command import command
 from support.fault_tolerant import NUM_STEPS, in_process
@@ -246,19 +247,23 @@ def test_a_file_or_a_link_under_a_checkpoint_s_name_is_passed_over_and_set_aside
     folder = tmp_path / "kept"
     shutil.copytree(broken_off, folder)
     newest = directory.names(folder)[0]
-    (folder / "save-009998-step-9998").symlink_to(newest)
+    shutil.copytree(folder / newest, tmp_path / "another's")
+    (folder / "save-009997-step-9997").symlink_to(tmp_path / "nothing")
+    (folder / "save-009998-step-9998").symlink_to(tmp_path / "another's")
     (folder / "save-009999-step-9999").write_bytes(b"a file")
     trainer = fault_tolerant.trained(folder, max_steps=76)
     assert trainer.resumed_from == folder / newest
     assert [why.partition(": ")[0] for why in trainer.passed_over] == [
         f"{folder}/save-009999-step-9999 is no folder",
         f"{folder}/save-009998-step-9998",
+        f"{folder}/save-009997-step-9997 is a link to nothing",
     ]
     assert all(why in caplog.text for why in trainer.passed_over)
     assert (folder / "damaged-save-009999-step-9999").read_bytes() == b"a file"
     again = fault_tolerant.trained(folder, max_steps=3, recovery_strategy="none", overwrite=True)
     assert again.resumed_from is None
     assert not list(folder.glob("damaged-*"))
+    folder_of.verify(tmp_path / "another's")
 
 
 def test_where_all_are_damaged_no_run_begins_by_itself(broken_off, tmp_path):

@@ -176,6 +176,15 @@ def test_temporaries_of_a_process_that_died_are_removed_by_the_next(tmp_path):
         assert directory.others() == names(tmp_path)
 
 
+def test_what_is_a_user_s_stays_whatever_it_begins_with(tmp_path):
+    theirs = [".saving-notes.txt", ".removing-list", ".saving-12", "damaged-by-me"]
+    ours = [".saving-000012", ".removing-save-000001-step-1", ".removing-damaged-save-000002-step-2"]
+    for name in theirs + ours:
+        (tmp_path / name).write_bytes(b"a file")
+    with Directory(tmp_path).locked():
+        assert Directory(tmp_path).others() == sorted(theirs)
+
+
 def test_a_directory_has_one_owner_who_is_named(tmp_path):
     with (
         Directory(tmp_path).locked(),
