@@ -1,20 +1,18 @@
 """An optimizer's saved state: whether it fits the one that there is, and in what the two differ."""
 
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from offbeat import log
 from offbeat.checks import Faults
+from offbeat.local.loading import bring_back
 
 if TYPE_CHECKING:
     from offbeat.local.optimizer import LocalOptimizer
 
 __all__ = [
-    "bring_back",
     "bring_back_memory",
     "bring_back_told",
     "faults_of_kind",
@@ -24,9 +22,6 @@ __all__ = [
     "of_settings",
     "settings_of",
 ]
-
-_TO_PIECES = "<generator object"
-"""How a string begins that torch has taken to pieces: its type, called with a generator."""
 
 MOVED = ("lr", "momentum", "betas")
 """What schedulers set when they are made, as OneCycleLR does."""
@@ -83,68 +78,6 @@ def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_ne
             )
         chosen.settings = began
     bring_back(live, state["optimizer"])
-
-
-class _Whole(np.ndarray[Any, Any]):
-    """An array that torch does not take for something to iterate over, and so hands on as it is."""
-
-    __iter__ = None  # type: ignore[assignment]
-
-
-def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state as it was saved.
-
-    Of what it remembers of a parameter torch casts all tensors to the parameter's dtype, as float32 averages
-    to bfloat16, makes dicts of any type plain ones, takes a string to pieces, and fails at numpy's arrays.
-    What an optimizer itself makes of its state when it is loaded stays.
-    """
-    groups, entries = _groups_in(saved), saved.get("state", {})
-    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    # One around another may lay its state out otherwise.
-    indices = range(len(parameters)) if groups is None else [i for g in groups for i in g.get("params", ())]
-    named = {i: p for i, p in zip(indices, parameters, strict=False) if i in entries}
-    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        whole = {index: _whole(entry) if index in named else entry for index, entry in entries.items()}
-        optimizer.load_state_dict(saved | {"state": whole})
-    else:
-        optimizer.load_state_dict(saved)
-    for index, parameter in named.items():
-        if parameter in optimizer.state:
-            optimizer.state[parameter] = _as_saved(entries[index], optimizer.state[parameter])
-
-
-def _whole(value: Any) -> Any:  # noqa: ANN401  a part of a state
-    """Give a part of a state in which numpy's arrays come through torch's loading."""
-    if type(value) is np.ndarray:
-        return value.copy().view(_Whole)
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
-
-
-def _as_saved(value: Any, now: Any) -> Any:  # noqa: ANN401  a part of a state
-    """Give a part of a state as it was saved, on the devices where torch has put its tensors.
-
-    Args:
-        value: As it was saved; None where the optimizer has made a part of its own.
-        now: What has come of it: torch's doing is undone, and the optimizer's own stays.
-    """
-    kind = type(value)
-    if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
-        is_cast = now.dtype != value.dtype and now.shape == value.shape
-        return value.to(now.device, copy=True) if is_cast else now
-    if isinstance(now, _Whole):
-        return np.array(now)
-    if kind is str and type(now) is str and now.startswith(_TO_PIECES):
-        return value
-    if isinstance(now, dict):
-        before = value if isinstance(value, dict) else {}
-        now.update({key: _as_saved(before.get(key), item) for key, item in now.items()})
-        return kind(now) if kind in (OrderedDict, Counter) and type(now) is dict else now
-    if type(now) in (list, tuple):
-        known = value if kind in (list, tuple) and len(value) == len(now) else [None] * len(now)
-        return type(now)(map(_as_saved, known, now))
-    return now
 
 
 def bring_back_memory(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ Tell = Callable[[int, int], object]
 
 CHUNK_BYTES = 2**22
 LARGEST_MANIFEST_BYTES = 2**20
+LEADS_NOWHERE = "a link to nothing"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -128,12 +129,13 @@ def _opened(folder: Path, name: str) -> FileIO:
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        if folder.is_symlink() and not folder.exists():
-            raise DamagedError(f"{folder} is a link to nothing") from error
-        raise DamagedError(f"{folder}: there is no {name}") from error
+        fault = f" is {LEADS_NOWHERE}" if _leads_nowhere(folder) else f": there is no {name}"
+        raise DamagedError(f"{folder}{fault}") from error
     except NotADirectoryError as error:
         raise DamagedError(f"{folder} is no folder") from error
     except OSError as error:
+        if _leads_nowhere(folder):  # round and round
+            raise DamagedError(f"{folder} is {LEADS_NOWHERE}") from error
         if path.is_symlink():
             raise DamagedError(f"{folder}: {name} is a link") from error
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -143,6 +145,10 @@ def _opened(folder: Path, name: str) -> FileIO:
         os.close(number)
         raise
     return FileIO(number)
+
+
+def _leads_nowhere(folder: Path) -> bool:
+    return folder.is_symlink() and not folder.exists()
 
 
 def _read(file: FileIO, path: Path) -> bytes:

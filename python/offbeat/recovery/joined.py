@@ -7,8 +7,9 @@ from torch import nn
 
 from offbeat import trained_by
 from offbeat.local.batches import count, moved, split
+from offbeat.local.loading import bring_back
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
-from offbeat.local.saved import bring_back, of_classes, of_groups, of_settings, settings_of
+from offbeat.local.saved import of_classes, of_groups, of_settings, settings_of
 from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt

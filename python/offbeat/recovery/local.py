@@ -8,9 +8,9 @@ from torch import nn
 from offbeat import trained_by
 from offbeat.errors import StateError
 from offbeat.local.batches import check_any, count, moved, split
+from offbeat.local.loading import bring_back
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.local.saved import (
-    bring_back,
     bring_back_memory,
     of_classes,
     of_groups,

@@ -364,7 +364,7 @@ class Run:
             if history.steps - self._account.logged_step >= self._plan.log_frequency:
                 self._log()
             self._go_back_if_asked()
-            self._save_if_wanted(is_skipped=done.is_skipped)
+            self._save_if_wanted(has_stepped=done.steps > 0 and not done.is_skipped)
             self._check_terminated()
             if self._pushes.is_out_of_budget or self._is_stopped():
                 return False
@@ -377,12 +377,12 @@ class Run:
             )
         return True
 
-    def _save_if_wanted(self, *, is_skipped: bool) -> None:
+    def _save_if_wanted(self, *, has_stepped: bool) -> None:
         """Save, when it is time to; after the first step see that one can: most state is new."""
         if self._saver.is_wanted(self._account.history.steps):
             if self._trainee.is_settled:
                 self._save()
-        elif not (self._is_checked or is_skipped) and self._trainee.is_settled:
+        elif has_stepped and not self._is_checked and self._trainee.is_settled:
             self._is_checked = True
             check_state(self._trainee)
 

@@ -249,6 +249,7 @@ def test_a_file_or_a_link_under_a_checkpoint_s_name_is_passed_over_and_set_aside
     newest = directory.names(folder)[0]
     shutil.copytree(folder / newest, tmp_path / "another's")
     (folder / "save-009997-step-9997").symlink_to(tmp_path / "nothing")
+    (folder / "save-009996-step-9996").symlink_to("save-009996-step-9996")
     (folder / "save-009998-step-9998").symlink_to(tmp_path / "another's")
     (folder / "save-009999-step-9999").write_bytes(b"a file")
     trainer = fault_tolerant.trained(folder, max_steps=76)
@@ -257,6 +258,7 @@ def test_a_file_or_a_link_under_a_checkpoint_s_name_is_passed_over_and_set_aside
         f"{folder}/save-009999-step-9999 is no folder",
         f"{folder}/save-009998-step-9998",
         f"{folder}/save-009997-step-9997 is a link to nothing",
+        f"{folder}/save-009996-step-9996 is a link to nothing",
     ]
     assert all(why in caplog.text for why in trainer.passed_over)
     assert (folder / "damaged-save-009999-step-9999").read_bytes() == b"a file"

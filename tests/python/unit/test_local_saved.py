@@ -3,9 +3,7 @@
 import copy
 import functools
 import logging
-from collections import Counter, OrderedDict
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,11 +14,9 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError
-from offbeat.local.saved import bring_back
 
 LOSS = nn.CrossEntropyLoss()
 BATCHES = [(torch.full((4, 6), float(number)), torch.arange(4) % 5) for number in range(6)]
-BRIEF = [(inputs.bfloat16(), targets) for inputs, targets in BATCHES]
 MADE = {
     "averager": functools.partial(offbeat.AsyncModelAverager, averaging_frequency=2, overlap=False),
     "accumulator": functools.partial(offbeat.AsyncGradientAccumulator, accumulation_steps=2),
@@ -71,36 +67,16 @@ class Lookahead(Around):
         super().load_state_dict({"inner": state["fast"]})
 
 
-class Odd(torch.optim.SGD):
-    """Remembers of each parameter what a checkpoint can hold and torch does not load as it was."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "odd" not in (state := self.state[p]):
-                    third = torch.full_like(p, 1 / 3, dtype=torch.float32)
-                    counted = OrderedDict(last=(torch.tensor(2**24 + 1), "nested"))
-                    odd = {
-                        "name": "text",
-                        "raw": b"\0\xff",
-                        "seen": Counter("abba"),
-                        "history": [third, None],
-                    }
-                    state |= {"tag": "text", "array": np.arange(3.0), "odd": odd | {"counted": counted}}
-                    state |= {"arrays": [np.array(1.5), {"mask": np.array([True])}]}
-
-
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
-def train(ours, spec, *, batches=BATCHES, **keywords):
+def train(ours, spec, **keywords):
     if isinstance(ours, offbeat.AsyncTrainer):
-        ours.train(dataloader=batches, optimizer=spec, loss_fn=LOSS, progress=False, **keywords)
+        ours.train(dataloader=BATCHES, optimizer=spec, loss_fn=LOSS, progress=False, **keywords)
         return
-    for inputs, targets in batches:
+    for inputs, targets in BATCHES:
         ours.train_step(inputs=inputs, targets=targets, optimizer=spec, loss_fn=LOSS)
 
 
@@ -359,162 +335,3 @@ def test_an_optimizer_is_made_once_for_a_state(kind):
     made.clear()
     begun(kind, values).load_state_dict(state, optimizer=given)
     assert made == [0.1]
-
-
-def leaves(state):
-    """Take a state to pieces, with the type of each."""
-    if isinstance(state, dict):
-        return [type(state), *((key, leaves(value)) for key, value in state.items())]
-    if isinstance(state, list | tuple):
-        return [type(state), *map(leaves, state)]
-    if isinstance(state, torch.Tensor | np.ndarray):
-        return [type(state), state.dtype, state.tolist()]
-    return [type(state), state]
-
-
-def remembered(optimizer):
-    """Take all that an optimizer's state has to pieces, in the order of its parameters, and then all else."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    return [leaves(optimizer.state[p]) for p in parameters] + [leaves(others)]
-
-
-def odd(built):
-    return Odd(built.parameters(), lr=0.1, momentum=0.9)
-
-
-@pytest.mark.parametrize("kind", MADE)
-def test_what_torch_does_not_load_as_it_was_comes_back_as_it_was(kind):
-    ours, other = MADE[kind](model().bfloat16()), MADE[kind](model().bfloat16())
-    train(ours, odd(ours.model), batches=BRIEF)
-    other.model.load_state_dict(ours.model.state_dict())
-    other.load_state_dict(ours.state_dict(), optimizer=odd(other.model))
-    assert len(remembered(ours.optimizer)) == 5
-    assert remembered(other.optimizer) == remembered(ours.optimizer)
-
-
-def test_it_comes_back_so_from_a_run_s_checkpoint_and_the_run_ends_with_the_same_bits(tmp_path):
-    def run(folder, max_steps):
-        ours = offbeat.FaultTolerantTrainer(model().bfloat16(), tmp_path / folder, checkpoint_frequency=2)
-        optimizer = odd(ours.model)
-        ours.train(dataloader=BRIEF, epochs=2, max_steps=max_steps, optimizer=optimizer, loss_fn=LOSS)
-        return remembered(optimizer), leaves(dict(ours.model.state_dict()))
-
-    whole = run("whole", 9)
-    run("broken", 5)
-    assert run("broken", 9) == whole
-
-
-class Entered(torch.optim.SGD):
-    """Remembers of each parameter one thing, which need be no dict, and something of none."""
-
-    entry = staticmethod(dict)
-
-    def step(self, closure=None):
-        del closure  # and changes no parameter, as SGD would want its own entries
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = self.entry()
-        self.state["all"] = {"mean": np.arange(2.0), "seen": Counter("ab"), "last": OrderedDict(a="text")}
-
-
-def brought_back(first, then):
-    """Let an optimizer make a step, and give it with another that has its state, which stays as it is."""
-    ours, other = (kind(model().bfloat16().parameters(), lr=0.1) for kind in (first, then))
-    ours.step()
-    state = ours.state_dict()
-    before = leaves(state["state"])
-    bring_back(other, state)
-    assert leaves(state["state"]) == before
-    return ours, other, state
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        lambda: OrderedDict(a=torch.ones(2), b="text"),
-        lambda: Counter("abba"),
-        lambda: [np.arange(3), torch.full((2,), 1 / 3)],
-        lambda: (torch.full((2,), 1 / 3), {"a": [np.float32(1)]}),
-        lambda: np.arange(3.0),
-        lambda: "text",
-    ],
-)
-def test_an_entry_and_what_is_of_no_parameter_come_back_as_they_were_too(entry):
-    kind = type("Kind", (Entered,), {"entry": staticmethod(entry)})
-    ours, other, _ = brought_back(kind, kind)
-    assert remembered(other) == remembered(ours)
-
-
-class Third(Entered):
-    entry = staticmethod(
-        lambda: {
-            "old": np.arange(3.0),
-            "phase": "running",
-            "stats": {"kept": np.arange(2.0), "mean": torch.full((2,), 1 / 3), "name": "text"},
-            "steps": [torch.full((2,), 1 / 3)],
-            "packed": torch.full((4,), 1 / 3),
-            "gone": 1,
-        }
-    )
-
-
-class Settled(Third):
-    """Makes some things of its own of its state, when it is loaded."""
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        for entry in [self.state[p] for group in self.param_groups for p in group["params"]]:
-            entry["new"] = entry.pop("old")
-            entry["doubled"] = entry["new"] * 2
-            entry["phase"] = "resumed"
-            entry["stats"].setdefault("count", 0)
-            entry["steps"].append(0)
-            entry["packed"] = torch.zeros(2, 2)
-            del entry["gone"]
-
-
-def test_what_an_optimizer_makes_of_its_own_state_stays():
-    _, other, _ = brought_back(Third, Settled)
-    third = torch.full((2,), 1 / 3)
-    for group in other.param_groups:
-        for p in group["params"]:
-            assert leaves(other.state[p]) == leaves(
-                {
-                    "phase": "resumed",
-                    "stats": {"kept": np.arange(2.0), "mean": third, "name": "text", "count": 0},
-                    "steps": [third.bfloat16(), 0],  # of which nobody can say what is what
-                    "packed": torch.zeros(2, 2),
-                    "new": np.arange(3.0),
-                    "doubled": np.arange(3.0) * 2,
-                }
-            )
-
-
-class Own(Third):
-    """Has a way of its own to load its state."""
-
-    def load_state_dict(self, state):
-        self.given = state
-        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
-            self.state[p] = {"table": [*state["state"][index]["old"]]}
-
-
-def test_an_optimizer_that_loads_its_state_in_its_own_way_is_given_it_untouched():
-    _, other, state = brought_back(Third, Own)
-    assert other.given is state
-    assert leaves(other.given["state"]) == leaves(state["state"])
-    assert [leaves(dict(entry)) for entry in other.state.values()] == [
-        leaves({"table": [*np.arange(3.0)]})
-    ] * 4
-
-
-def test_what_is_trained_on_after_a_load_leaves_the_state_as_it_was():
-    _, other, state = brought_back(Third, Third)
-    before = leaves(state["state"])
-    for entry in other.state.values():
-        if "stats" in entry:
-            entry["stats"]["mean"].add_(1)
-            entry["stats"]["kept"] += 1
-            entry["packed"].add_(1)
-    assert leaves(state["state"]) == before

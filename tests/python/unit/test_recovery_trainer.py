@@ -899,8 +899,16 @@ class Collecting(torch.optim.SGD):
                 self.state[p]["seen"] = {1, 2}
 
 
-def test_state_that_the_first_step_makes_is_refused_right_after_it(tmp_path):
-    trainer = made(tmp_path)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        functools.partial(offbeat.AsyncTrainer, strategy="accumulate", regular_sync_frequency=4),
+        functools.partial(offbeat.AsyncTrainer, strategy="average", regular_sync_frequency=2),
+    ],
+)
+def test_state_that_the_first_step_makes_is_refused_right_after_it(wrap, tmp_path):
+    trainer = FaultTolerantTrainer(wrap(net()), tmp_path)
     optimizer = Collecting(trainer.model.parameters(), lr=0.1)
     with pytest.raises(
         UnsupportedTensorError, match=r"\['optimizer'\]\['state'\]\[0\]\['seen'\] is a builtins.set"

@@ -1,0 +1,304 @@
+"""An optimizer's state comes back as it was saved, and what the optimizer itself makes of it stays."""
+
+import functools
+from collections import Counter, OrderedDict
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.local.loading import bring_back
+
+LOSS = nn.CrossEntropyLoss()
+BRIEF = [(torch.full((4, 6), float(number)).bfloat16(), torch.arange(4) % 5) for number in range(6)]
+MADE = {
+    "averager": functools.partial(offbeat.AsyncModelAverager, averaging_frequency=2, overlap=False),
+    "accumulator": functools.partial(offbeat.AsyncGradientAccumulator, accumulation_steps=2),
+    "trainer": functools.partial(offbeat.AsyncTrainer, strategy="average"),
+    "local trainer": functools.partial(offbeat.AsyncTrainer, strategy="local"),
+}
+
+
+class Odd(torch.optim.SGD):
+    """Remembers of each parameter what a checkpoint can hold and torch does not load as it was."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "odd" not in (state := self.state[p]):
+                    third = torch.full_like(p, 1 / 3, dtype=torch.float32)
+                    counted = OrderedDict(last=(torch.tensor(2**24 + 1), "nested"))
+                    odd = {
+                        "name": "text",
+                        "raw": b"\0\xff",
+                        "seen": Counter("abba"),
+                        "history": [third, None],
+                    }
+                    state |= {"tag": "text", "array": np.arange(3.0), "odd": odd | {"counted": counted}}
+                    state |= {"arrays": [np.array(1.5), {"mask": np.array([True])}]}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def train(ours, optimizer):
+    if isinstance(ours, offbeat.AsyncTrainer):
+        ours.train(dataloader=BRIEF, optimizer=optimizer, loss_fn=LOSS, progress=False)
+        return
+    for inputs, targets in BRIEF:
+        ours.train_step(inputs=inputs, targets=targets, optimizer=optimizer, loss_fn=LOSS)
+
+
+def leaves(state):
+    """Take a state to pieces, with the type of each."""
+    if isinstance(state, dict):
+        return [type(state), *((key, leaves(value)) for key, value in state.items())]
+    if isinstance(state, list | tuple):
+        return [type(state), *map(leaves, state)]
+    if isinstance(state, torch.Tensor | np.ndarray):
+        return [type(state), state.dtype, state.tolist()]
+    return [type(state), state]
+
+
+def remembered(optimizer):
+    """Take all that an optimizer's state has to pieces, in the order of its parameters, and then all else."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return [leaves(optimizer.state[p]) for p in parameters] + [leaves(others)]
+
+
+def odd(built):
+    return Odd(built.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_what_torch_does_not_load_as_it_was_comes_back_as_it_was(kind):
+    ours, other = MADE[kind](model().bfloat16()), MADE[kind](model().bfloat16())
+    train(ours, odd(ours.model))
+    other.model.load_state_dict(ours.model.state_dict())
+    other.load_state_dict(ours.state_dict(), optimizer=odd(other.model))
+    assert len(remembered(ours.optimizer)) == 5
+    assert remembered(other.optimizer) == remembered(ours.optimizer)
+
+
+def test_it_comes_back_so_from_a_run_s_checkpoint_and_the_run_ends_with_the_same_bits(tmp_path):
+    def run(folder, max_steps):
+        ours = offbeat.FaultTolerantTrainer(model().bfloat16(), tmp_path / folder, checkpoint_frequency=2)
+        optimizer = odd(ours.model)
+        ours.train(dataloader=BRIEF, epochs=2, max_steps=max_steps, optimizer=optimizer, loss_fn=LOSS)
+        return remembered(optimizer), leaves(dict(ours.model.state_dict()))
+
+    whole = run("whole", 9)
+    run("broken", 5)
+    assert run("broken", 9) == whole
+
+
+class Entered(torch.optim.SGD):
+    """Remembers of each parameter one thing, which need be no dict, and something of none."""
+
+    entry = staticmethod(dict)
+
+    def step(self, closure=None):
+        del closure  # and changes no parameter, as SGD would want its own entries
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = self.entry()
+        self.state["all"] = {"mean": np.arange(2.0), "seen": Counter("ab"), "last": OrderedDict(a="text")}
+
+
+def brought_back(first, then):
+    """Let an optimizer make a step, and give it with another that has its state, which stays as it is."""
+    ours, other = (kind(model().bfloat16().parameters(), lr=0.1) for kind in (first, then))
+    ours.step()
+    state = ours.state_dict()
+    before = leaves(state["state"])
+    bring_back(other, state)
+    assert leaves(state["state"]) == before
+    return ours, other, state
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda: OrderedDict(a=torch.ones(2), b="text"),
+        lambda: Counter("abba"),
+        lambda: [np.arange(3), torch.full((2,), 1 / 3)],
+        lambda: (torch.full((2,), 1 / 3), {"a": [np.float32(1)]}),
+        lambda: np.arange(3.0),
+        lambda: "text",
+    ],
+)
+def test_an_entry_and_what_is_of_no_parameter_come_back_as_they_were_too(entry):
+    kind = type("Kind", (Entered,), {"entry": staticmethod(entry)})
+    ours, other, _ = brought_back(kind, kind)
+    assert remembered(other) == remembered(ours)
+
+
+class Third(Entered):
+    entry = staticmethod(
+        lambda: {
+            "old": np.arange(3.0),
+            "phase": "running",
+            "stats": {"kept": np.arange(2.0), "mean": torch.full((2,), 1 / 3), "name": "text"},
+            "steps": [torch.full((2,), 1 / 3)],
+            "packed": torch.full((4,), 1 / 3),
+            "gone": 1,
+        }
+    )
+
+
+class Settled(Third):
+    """Makes some things of its own of its state, when it is loaded."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for entry in [self.state[p] for group in self.param_groups for p in group["params"]]:
+            entry["new"] = entry.pop("old")
+            entry["doubled"] = entry["new"] * 2
+            entry["phase"] = "resumed"
+            entry["stats"].setdefault("count", 0)
+            entry["steps"].append(0)
+            entry["packed"] = torch.zeros(4, dtype=torch.float64)
+            del entry["gone"]
+        self.param_groups[0]["table"] = [*sorted(entry["new"])[:1], entry["doubled"]]
+
+
+def test_what_an_optimizer_makes_of_its_own_state_stays():
+    _, other, _ = brought_back(Third, Settled)
+    third = torch.full((2,), 1 / 3)
+    for group in other.param_groups:
+        for p in group["params"]:
+            assert leaves(other.state[p]) == leaves(
+                {
+                    "phase": "resumed",
+                    "stats": {"kept": np.arange(2.0), "mean": third, "name": "text", "count": 0},
+                    "steps": [third, 0],
+                    "packed": torch.zeros(4, dtype=torch.float64),
+                    "new": np.arange(3.0),
+                    "doubled": np.arange(3.0) * 2,
+                }
+            )
+
+    assert leaves(other.param_groups[0]["table"]) == leaves([np.float64(0), np.arange(3.0) * 2])
+
+
+class Super(Third):
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+
+def test_an_optimizer_that_adds_to_torch_s_way_of_loading_has_its_state_as_it_was():
+    ours, other, _ = brought_back(Third, Super)
+    assert other.is_loaded
+    assert remembered(other) == remembered(ours)
+
+
+def test_hooks_are_given_the_state_that_was_saved_and_what_they_make_of_it_is_loaded():
+    """As `register_load_state_dict_pre_hook` is documented with: parameters are told by their names."""
+    first, second = (torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
+    ours = Third([("first", first), ("second", second)], lr=0.1)
+    ours.step()
+    ours.state[second]["stats"]["mean"] = torch.full((2,), 2 / 3)
+    other = Third([("second", second), ("first", first)], lr=0.1)
+    seen = []
+
+    def by_name(loading, state):
+        place = {
+            name: i
+            for g in state["param_groups"]
+            for name, i in zip(g["param_names"], g["params"], strict=True)
+        }
+        names = [name for g in loading.param_groups for name in g["param_names"]]
+        seen.extend(type(entry["old"]) for entry in state["state"].values() if "old" in entry)
+        lists = {i: [*state["state"][place[name]]["old"]] for i, name in enumerate(names)}
+        assert list(lists.values()) == [[0, 1, 2]] * 2
+        return state | {"state": {i: state["state"][place[name]] for i, name in enumerate(names)}}
+
+    other.register_load_state_dict_pre_hook(by_name)
+    other.register_load_state_dict_post_hook(lambda loading: seen.append(loading.state[first]["phase"]))
+    bring_back(other, ours.state_dict())
+    assert seen == [np.ndarray, np.ndarray, "running"]
+    assert leaves(other.state[first]) == leaves(ours.state[first])
+    assert leaves(other.state[second]) == leaves(ours.state[second])
+    assert "__setstate__" not in vars(other)
+    assert len(other._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def test_a_load_that_is_refused_leaves_the_optimizer_as_it_was():
+    other = Third(model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        bring_back(other, {"state": {0: {"old": np.arange(3.0)}}, "param_groups": []})
+    assert "__setstate__" not in vars(other)
+    assert not other._optimizer_load_state_dict_pre_hooks
+    assert not other.state
+
+
+class Outside(torch.optim.Optimizer):
+    """Around another, with the other's state in torch's layout, which it gives for reading alone."""
+
+    def __init__(self, parameters, lr):
+        self.inner = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    state = property(lambda self: MappingProxyType(self.inner.state))
+
+    def step(self):
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                mean = torch.full_like(p, 1 / 3 + number, dtype=torch.float32)
+                packed = torch.full((2,), 1 / 3)
+                self.inner.state[p] = {"mean": mean, "nested": [mean * 2], "name": "text", "packed": packed}
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+        for entry in self.inner.state.values():
+            entry["packed"] = torch.ones(2, dtype=torch.float64)
+
+
+def test_one_around_another_has_the_other_s_state_as_it_was_and_what_it_makes_of_it_stays():
+    ours, other, _ = brought_back(Outside, Outside)
+    for own, p in zip(ours.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert leaves(other.state[p]) == leaves(
+            ours.state[own] | {"packed": torch.ones(2, dtype=torch.float64)}
+        )
+
+
+class Own(Third):
+    """Has a way of its own to load its state."""
+
+    def load_state_dict(self, state):
+        self.given = state
+        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {"table": [*state["state"][index]["old"]]}
+
+
+def test_an_optimizer_that_loads_its_state_in_its_own_way_is_given_it_untouched():
+    _, other, state = brought_back(Third, Own)
+    assert other.given is state
+    assert leaves(other.given["state"]) == leaves(state["state"])
+    assert [leaves(dict(entry)) for entry in other.state.values()] == [
+        leaves({"table": [*np.arange(3.0)]})
+    ] * 4
+
+
+def test_what_was_cast_and_is_trained_on_after_a_load_leaves_the_state_as_it_was():
+    """What torch has not cast is the saved tensor itself, as ever."""
+    _, other, state = brought_back(Third, Third)
+    before = leaves(state["state"])
+    entries = [other.state[p] for group in other.param_groups for p in group["params"]]
+    assert len(entries) == 4
+    for entry in entries:
+        entry["stats"]["mean"].add_(1)
+        entry["stats"]["kept"] += 1
+        entry["packed"].add_(1)
+    assert leaves(state["state"]) == before
