@@ -151,7 +151,7 @@ def _unsettable(cls: type, name: str, value: object, keywords: list[str], *, is_
             shown = f"<{type(value).__name__}>"
         return (
             f"{name} is given when {_a(cls)} is made, and cannot be set to {shown} after that: end this "
-            f"one and make a new one, with {cls.__name__}({name}=...); {can}"
+            f"one and make a new one, with {cls.__name__}({name}={shown}); {can}"
         )
     if is_there:
         return f"{name} is what {_a(cls)} tells of itself, and cannot be set; {can}"

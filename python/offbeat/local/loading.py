@@ -25,7 +25,7 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     undoing = _Undoing()
     with undoing.at(optimizer):
         optimizer.load_state_dict(saved)
-    if not undoing.is_done:  # one around another, which has loaded the state in a way of its own
+    if optimizer.state is not undoing.loaded:  # one around another, which has it in a way of its own
         _undo_afterwards(optimizer, saved)
 
 
@@ -33,11 +33,11 @@ class _Undoing:
     """What torch's loading does to a state, undone before the optimizer gets it.
 
     Attributes:
-        is_done: Whether torch's loading has come by.
+        loaded: The state that torch has given to an optimizer last; None where it has not come by.
     """
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.loaded: object = None
         self._groups: list[dict[str, Any]] = []
         self._entries: dict[Any, Any] = {}
         self._loading: torch.optim.Optimizer | None = None
@@ -45,18 +45,18 @@ class _Undoing:
     @contextmanager
     def at(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Do so with what is loaded inside."""
-        if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # one that is none but in name
-            yield
-            return
-        hook = optimizer.register_load_state_dict_pre_hook(self._begin)  # the last one, behind the user's
+        # One around another may have none, or a plain dict, which torch's own way to add one refuses.
+        hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
+        hooks[self] = self._begin  # the last one, behind the user's
         try:
             yield
         finally:
-            hook.remove()
+            hooks.pop(self, None)
             self._let_go()
 
     def _begin(self, loading: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Note what torch is given, with arrays that it does not fail at."""
+        self._let_go()
         self._loading, self._groups, self._entries = loading, state["param_groups"], state["state"]
         loading.__dict__["__setstate__"] = self._end  # which torch calls with all that it has cast
         indices = {index for group in self._groups for index in group["params"]}
@@ -69,12 +69,13 @@ class _Undoing:
         self._let_go()
         indices = [index for group in self._groups for index in group["params"]]
         parameters = [p for group in state["param_groups"] for p in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
-            if index in self._entries:
+        is_torchs = len(indices) == len(parameters)  # else the optimizer's own, where torch has refused
+        for index, parameter in zip(indices, parameters, strict=False):
+            if is_torchs and index in self._entries and parameter in state["state"]:
                 now = state["state"][parameter]
                 state["state"][parameter] = _as_saved(self._entries[index], now, _is_other)
-        self.is_done = True
         loading.__setstate__(state)
+        self.loaded = loading.state
 
     def _let_go(self) -> None:
         if self._loading is not None:
@@ -117,10 +118,10 @@ def _as_saved(value: Any, now: Any, is_cast: Callable[[torch.Tensor, torch.Tenso
     """
     kind = type(value)
     if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-        return value.to(now.device, copy=True) if is_cast(value, now) else now
+        return _copied(value, now.device) if is_cast(value, now) else now
     if isinstance(now, _Whole):
         return np.array(now)
-    if kind is str and type(now) is str and now.startswith(_TO_PIECES):
+    if isinstance(value, str) and isinstance(now, str) and now.startswith(_TO_PIECES):
         return value
     if isinstance(value, dict) and isinstance(now, dict):
         undone = {key: _as_saved(value[key], item, is_cast) for key, item in now.items() if key in value}
@@ -131,6 +132,11 @@ def _as_saved(value: Any, now: Any, is_cast: Callable[[torch.Tensor, torch.Tenso
     return now
 
 
+def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor, which is a leaf again if it is to be trained."""
+    return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+
+
 def _is_other(value: torch.Tensor, now: torch.Tensor) -> bool:
     return now.dtype != value.dtype
 
@@ -139,6 +145,7 @@ def _is_cast(value: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether one is the other, cast, and not something that the optimizer has made of it."""
     if not _is_other(value, now) or now.shape != value.shape:
         return False
-    wide = torch.complex128 if value.is_complex() else torch.float64
-    cast = value.to(now.device, now.dtype).to(wide)
-    return torch.allclose(cast, now.to(wide), rtol=0, atol=0, equal_nan=True)
+    if torch.strided not in (value.layout, now.layout):  # which cannot be compared
+        return True
+    cast = value.detach().to(now.device, now.dtype)
+    return bool(((cast == now) | ((cast != cast) & (now != now))).all())  # noqa: PLR0124  NaN is not itself

@@ -1,5 +1,6 @@
 """One checkpoint as a folder: written so that it is there whole or not at all, and read with its digests."""
 
+import errno
 import hashlib
 import os
 import stat
@@ -17,7 +18,8 @@ Tell = Callable[[int, int], object]
 
 CHUNK_BYTES = 2**22
 LARGEST_MANIFEST_BYTES = 2**20
-LEADS_NOWHERE = "a link to nothing"
+DAMAGES = {errno.ENOENT: "there is no {}", errno.ELOOP: "{} is a link"}
+"""What the system says of a file that is no plain one; anything else says nothing of the checkpoint."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -128,16 +130,13 @@ def _opened(folder: Path, name: str) -> FileIO:
     path = folder / name
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        fault = f" is {LEADS_NOWHERE}" if _leads_nowhere(folder) else f": there is no {name}"
-        raise DamagedError(f"{folder}{fault}") from error
     except NotADirectoryError as error:
         raise DamagedError(f"{folder} is no folder") from error
     except OSError as error:
-        if _leads_nowhere(folder):  # round and round
-            raise DamagedError(f"{folder} is {LEADS_NOWHERE}") from error
-        if path.is_symlink():
-            raise DamagedError(f"{folder}: {name} is a link") from error
+        if (fault := DAMAGES.get(error.errno or 0)) is not None:
+            leads_nowhere = folder.is_symlink() and not folder.exists()
+            what = " is a link to nothing" if leads_nowhere else f": {fault.format(name)}"
+            raise DamagedError(f"{folder}{what}") from error
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         _check_kind(folder, name, os.fstat(number))
@@ -145,10 +144,6 @@ def _opened(folder: Path, name: str) -> FileIO:
         os.close(number)
         raise
     return FileIO(number)
-
-
-def _leads_nowhere(folder: Path) -> bool:
-    return folder.is_symlink() and not folder.exists()
 
 
 def _read(file: FileIO, path: Path) -> bytes:

@@ -1,7 +1,9 @@
 """An optimizer's state comes back as it was saved, and what the optimizer itself makes of it stays."""
 
+import copy
 import functools
 from collections import Counter, OrderedDict
+from contextlib import suppress
 from types import MappingProxyType
 
 import numpy as np
@@ -271,6 +273,104 @@ def test_one_around_another_has_the_other_s_state_as_it_was_and_what_it_makes_of
         assert leaves(other.state[p]) == leaves(
             ours.state[own] | {"packed": torch.ones(2, dtype=torch.float64)}
         )
+
+
+class Combined(torch.optim.Optimizer):
+    """Around two, one for a half of the parameters each, with plain dicts for torch's hooks."""
+
+    def __init__(self, parameters, lr):
+        parameters = list(parameters)
+        half = len(parameters) // 2
+        self.parts = [torch.optim.SGD(p, lr=lr, momentum=0.9) for p in (parameters[:half], parameters[half:])]
+        self.defaults = {}
+        self._optimizer_load_state_dict_pre_hooks = {}
+        self._optimizer_load_state_dict_post_hooks = {}
+
+    param_groups = property(lambda self: [group for part in self.parts for group in part.param_groups])
+    state = property(lambda self: {p: entry for part in self.parts for p, entry in part.state.items()})
+
+    def step(self):
+        for part in self.parts:
+            for group in part.param_groups:
+                for p in group["params"]:
+                    part.state[p]["mean"] = torch.full_like(p, 1 / 3, dtype=torch.float32)
+
+    def state_dict(self):
+        first, second = (part.state_dict() for part in self.parts)
+        begin = len(first["state"])
+        state = first["state"] | {begin + i: entry for i, entry in second["state"].items()}
+        moved = [g | {"params": [begin + i for i in g["params"]]} for g in second["param_groups"]]
+        return {"state": state, "param_groups": first["param_groups"] + moved}
+
+    def load_state_dict(self, state):
+        begin = len(self.parts[0].param_groups[0]["params"])
+        for part, group, num in zip(self.parts, state["param_groups"], (0, begin), strict=True):
+            own = {i - num: state["state"][i] for i in group["params"]}
+            part.load_state_dict({"state": own, "param_groups": [group | {"params": [*own]}]})
+
+
+class Twice(Entered):
+    """Loads itself, and then another whose state is its own from then on."""
+
+    entry = staticmethod(lambda: {"mean": torch.full((2,), 1 / 3)})
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.inner.load_state_dict(state)
+        self.state = self.inner.state
+
+
+@pytest.mark.parametrize("kind", [Combined, Twice])
+def test_one_that_has_another_s_state_after_the_load_has_it_as_it_was_too(kind):
+    ours, other, _ = brought_back(kind, kind)
+    means = [
+        [optimizer.state[p]["mean"] for group in optimizer.param_groups for p in group["params"]]
+        for optimizer in (ours, other)
+    ]
+    assert len(means[0]) == 4
+    assert leaves(means[1]) == leaves(means[0])
+
+
+def test_an_optimizer_whose_hooks_are_in_a_plain_dict_is_loaded_and_has_none_of_ours_afterwards():
+    class Plain(Third):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, lr=lr)
+            self._optimizer_load_state_dict_pre_hooks = {}
+
+    ours, other, _ = brought_back(Plain, Plain)
+    assert remembered(other) == remembered(ours)
+    assert other._optimizer_load_state_dict_pre_hooks == {}
+
+
+def test_a_parameter_among_what_was_saved_is_one_that_can_be_copied_and_trained():
+    class Masters(Entered):
+        entry = staticmethod(lambda: {"master": nn.Parameter(torch.full((2,), 1 / 3))})
+
+    _, other, _ = brought_back(Masters, Masters)
+    for master in [other.state[p]["master"] for group in other.param_groups for p in group["params"]]:
+        assert (master.is_leaf, master.requires_grad, master.dtype) == (True, True, torch.float32)
+        assert torch.equal(copy.deepcopy(master), torch.full((2,), 1 / 3))
+
+
+def test_where_torch_refuses_an_optimizer_s_own_way_out_is_its_own():
+    class Lenient(Third):
+        def load_state_dict(self, state):
+            with suppress(ValueError):
+                super().load_state_dict(state)
+                return
+            self.__setstate__({"state": self.state, "param_groups": self.param_groups})
+            self.is_fresh = True
+
+    ours, other = (Lenient(made.parameters(), lr=0.1) for made in (model(), nn.Linear(2, 2)))
+    ours.step()
+    bring_back(other, ours.state_dict())
+    assert other.is_fresh
+    assert not other.state
+    assert "__setstate__" not in vars(other)
 
 
 class Own(Third):
