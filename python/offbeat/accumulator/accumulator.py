@@ -39,7 +39,7 @@ from offbeat.local.device import usable_device
 from offbeat.local.group import MAKE_A_GROUP, group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
-from offbeat.local.parameters import check_same, each_once, fingerprint, of_model
+from offbeat.local.parameters import check_same, each_once, fingerprint, of_model, was_cast
 from offbeat.local.saved import bring_back_told, faults_of_state
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
@@ -545,7 +545,7 @@ class AsyncGradientAccumulator:
         tell_of_steps(state, self._most, is_adaptive=self._meter is not None)
         if state["optimizer"] is not None and isinstance(updates, LocalUpdates) and chosen is not None:
             updates.chosen = chosen
-            bring_back_told(chosen, state, is_new=is_new)
+            bring_back_told(chosen, state, is_new=is_new, was_cast=was_cast(self._named, state))
         self._members.agree(state["agreed"])
         self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None

@@ -13,7 +13,7 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.parameters import AT_ONCE, check_back, fingerprint
+from offbeat.local.parameters import AT_ONCE, check_back, fingerprint, was_cast
 from offbeat.local.saved import bring_back_told, faults_of_state
 
 __all__ = ["faults_of", "state_of", "take_up"]
@@ -96,7 +96,7 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     _check_model(turns, state)
     if state["optimizer"] is not None:
         turns.optimizer = chosen
-        bring_back_told(chosen, state, is_new=is_new)
+        bring_back_told(chosen, state, is_new=is_new, was_cast=was_cast(turns.named, state))
     pace, overlap = turns.timing.of_state(state, longest=turns.longest)
     keeps_rounds = _keeps_rounds(turns, state, strict=strict)
     if keeps_rounds:

@@ -1,7 +1,7 @@
 """An optimizer's state is loaded as it was saved: what torch's loading does to it is undone."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 
 __all__ = ["bring_back"]
 
+_HOOKS = "_optimizer_load_state_dict_pre_hooks"
+"""What an optimizer runs before it loads a state; torch goes through the values."""
 _TO_PIECES = "<generator object"
 """How a string begins that torch has taken to pieces: its type, called with a generator."""
 
@@ -25,7 +27,8 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     undoing = _Undoing()
     with undoing.at(optimizer):
         optimizer.load_state_dict(saved)
-    if optimizer.state is not undoing.loaded:  # one around another, which has it in a way of its own
+    # One around another has it in a way of its own, and may show none.
+    if getattr(optimizer, "state", None) is not undoing.loaded:
         _undo_afterwards(optimizer, saved)
 
 
@@ -45,14 +48,17 @@ class _Undoing:
     @contextmanager
     def at(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Do so with what is loaded inside."""
-        # One around another may have none, or a plain dict, which torch's own way to add one refuses.
-        hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
-        hooks[self] = self._begin  # the last one, behind the user's
+        own = vars(optimizer).get(_HOOKS)  # one around another may have none
+        if own is None:
+            yield
+            return
+        hooks = vars(optimizer)[_HOOKS] = _Hooks(own, self._begin)
         try:
             yield
         finally:
-            hooks.pop(self, None)
             self._let_go()
+            own.update((key, hook) for key, hook in hooks.items() if key not in hooks.before)
+            vars(optimizer)[_HOOKS] = own
 
     def _begin(self, loading: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Note what torch is given, with arrays that it does not fail at."""
@@ -83,8 +89,25 @@ class _Undoing:
             self._loading = None
 
 
+class _Hooks(OrderedDict[Any, Any]):
+    """A table of an optimizer's hooks as it is at one load, in which ours comes last, behind the user's.
+
+    The user's own table has none of it, so that a hook may remove itself there, as with torch alone.
+    """
+
+    def __init__(self, own: Mapping[Any, Any], last: Callable[..., Any]) -> None:
+        super().__init__(own)
+        self.before = frozenset(own)
+        self._last = last
+
+    def values(self) -> Any:  # noqa: ANN401  a list, where torch goes through a view
+        return [*super().values(), self._last]
+
+
 def _undo_afterwards(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Undo what can be told from the optimizer's own doing, where the state is laid out as torch's."""
+    if not (hasattr(optimizer, "state") and isinstance(saved, dict)):
+        return
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entry in saved.get("state", {}).items():
         if isinstance(index, int) and index < len(parameters) and parameters[index] in optimizer.state:
@@ -145,7 +168,7 @@ def _is_cast(value: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether one is the other, cast, and not something that the optimizer has made of it."""
     if not _is_other(value, now) or now.shape != value.shape:
         return False
-    if torch.strided not in (value.layout, now.layout):  # which cannot be compared
-        return True
+    if value.layout != torch.strided or now.layout != torch.strided:  # which cannot be compared
+        return value.layout == now.layout
     cast = value.detach().to(now.device, now.dtype)
     return bool(((cast == now) | ((cast != cast) & (now != now))).all())  # noqa: PLR0124  NaN is not itself

@@ -60,7 +60,9 @@ def faults_of_kind(part: str, own: object, state: Mapping[str, Any]) -> list[str
     return [f"{other}: give one of that class, or go on without the state" for other in others]
 
 
-def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_new: bool) -> None:
+def bring_back_told(
+    chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_new: bool, was_cast: bool = False
+) -> None:
     """Load an optimizer's state, and warn of settings that were given otherwise.
 
     Args:
@@ -68,6 +70,7 @@ def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_ne
         state: Has the optimizer's as "optimizer", and as "settings" what it began with, which older states do
             not have: what they have may have been moved since, as by a scheduler, and nothing is said of it.
         is_new: It was given just now, for this state.
+        was_cast: The model has other dtypes by now, and the state is to be cast as well, as torch does.
     """
     live, began = chosen.use(None), state.get("settings")
     if began is not None:
@@ -77,7 +80,10 @@ def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_ne
                 f"optimizer's param_groups after load_state_dict"
             )
         chosen.settings = began
-    bring_back(live, state["optimizer"])
+    if was_cast:
+        live.load_state_dict(state["optimizer"])
+    else:
+        bring_back(live, state["optimizer"])
 
 
 def bring_back_memory(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

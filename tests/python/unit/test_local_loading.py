@@ -346,6 +346,68 @@ def test_an_optimizer_whose_hooks_are_in_a_plain_dict_is_loaded_and_has_none_of_
     assert other._optimizer_load_state_dict_pre_hooks == {}
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_hook_may_remove_itself_and_one_that_is_added_meanwhile_stays(num):
+    ours, other = (Third(model().bfloat16().parameters(), lr=0.1) for _ in range(2))
+    ours.step()
+    ran = []
+
+    def once(loading, state):
+        del state
+        ran.append("once")
+        handles.pop().remove()
+        if not handles:
+            loading.register_load_state_dict_pre_hook(lambda *_: ran.append("added"))
+
+    handles = [other.register_load_state_dict_pre_hook(once) for _ in range(num)]
+    bring_back(other, ours.state_dict())
+    assert ran == ["once"] * num
+    assert remembered(other) == remembered(ours)
+    assert len(other._optimizer_load_state_dict_pre_hooks) == 1
+    bring_back(other, ours.state_dict())
+    assert ran == ["once"] * num + ["added"]
+
+
+class Slim(torch.optim.Optimizer):
+    """Around another, with no state that anybody sees."""
+
+    def __init__(self, parameters, lr):
+        self.inner = torch.optim.Adam(parameters, lr=lr)
+        self.param_groups = self.inner.param_groups
+        self.defaults = {}
+
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad = torch.ones_like(p)
+        self.inner.step()
+
+    def state_dict(self):
+        return [self.inner.state_dict(), 2.0]
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state[0])
+
+
+def test_one_that_shows_no_state_is_loaded_in_its_own_way():
+    ours, other = (Slim(model().parameters(), lr=0.1) for _ in range(2))
+    ours.step()
+    bring_back(other, ours.state_dict())
+    assert len(remembered(ours.inner)) == 5
+    assert remembered(other.inner) == remembered(ours.inner)
+
+
+@pytest.mark.parametrize("kind", ["averager", "accumulator"])
+def test_where_the_model_was_cast_since_then_the_state_is_cast_too(kind):
+    ours, other = MADE[kind](model().bfloat16()), MADE[kind](model())
+    train(ours, offbeat.optim.Adam(lr=0.01))
+    other.model.load_state_dict(ours.model.state_dict())
+    other.load_state_dict(ours.state_dict(), optimizer=offbeat.optim.Adam(lr=0.01))
+    moments = [entry["exp_avg"] for entry in other.optimizer.state.values()]
+    assert [moment.dtype for moment in moments] == [torch.float32] * 4
+    for inputs, targets in BRIEF[:2]:
+        other.train_step(inputs=inputs.float(), targets=targets, loss_fn=LOSS)
+
+
 def test_a_parameter_among_what_was_saved_is_one_that_can_be_copied_and_trained():
     class Masters(Entered):
         entry = staticmethod(lambda: {"master": nn.Parameter(torch.full((2,), 1 / 3))})
