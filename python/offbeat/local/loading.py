@@ -1,7 +1,8 @@
-"""An optimizer's state is loaded as it was saved: what torch's loading does to it is undone."""
+"""An optimizer's state is loaded as it was saved, and not cast."""
 
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 
 __all__ = ["bring_back"]
 
+_ONE_AT_A_TIME = threading.RLock()
+_RULE = "_process_value_according_to_param_policy"
+"""By which torch casts what is loaded, and says on which device it is to be."""
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"
 """What an optimizer runs before it loads a state; torch goes through the values."""
 _TO_PIECES = "<generator object"
@@ -20,27 +24,40 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state as it was saved.
 
     Of what it remembers of a parameter torch casts all tensors to the parameter's dtype, as float32 averages
-    to bfloat16, makes dicts of any type plain ones, takes a string to pieces, and fails at numpy's arrays.
-    That is undone between torch's casts and what the optimizer itself makes of its state (its hooks and
-    `__setstate__`), which stays.
+    to bfloat16: inside this they are not, whichever optimizer loads them, as one inside another; but a step
+    that a fused or capturable one counts is as torch wants it. Torch makes dicts of any type plain ones as
+    well, takes a string to pieces, and fails at numpy's arrays: that is undone between torch's loading and
+    what the optimizer itself makes of its state (its hooks and `__setstate__`), where it uses torch's own.
     """
-    undoing = _Undoing()
-    with undoing.at(optimizer):
+    with _keeping_dtypes(), _Undoing().at(optimizer):
         optimizer.load_state_dict(saved)
-    # One around another has it in a way of its own, and may show none.
-    if getattr(optimizer, "state", None) is not undoing.loaded:
-        _undo_afterwards(optimizer, saved)
+
+
+@contextmanager
+def _keeping_dtypes() -> Iterator[None]:
+    """Let what this thread loads keep its dtypes; torch's own rule is in force again afterwards."""
+    kind, loader = torch.optim.Optimizer, threading.get_ident()
+    with _ONE_AT_A_TIME:
+        torchs = getattr(kind, _RULE)
+
+        def rule(param: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401
+            cast: torch.Tensor = torchs(param, value, *others, **named)
+            is_step = "step" in (*others[2:], named.get("key"))
+            if threading.get_ident() != loader or is_step or cast.dtype == value.dtype:
+                return cast
+            return value.detach().to(cast.device, copy=True).requires_grad_(value.requires_grad)
+
+        setattr(kind, _RULE, staticmethod(rule))
+        try:
+            yield
+        finally:
+            setattr(kind, _RULE, staticmethod(torchs))
 
 
 class _Undoing:
-    """What torch's loading does to a state, undone before the optimizer gets it.
-
-    Attributes:
-        loaded: The state that torch has given to an optimizer last; None where it has not come by.
-    """
+    """What torch's loading does to a state besides, undone before the optimizer gets it."""
 
     def __init__(self) -> None:
-        self.loaded: object = None
         self._groups: list[dict[str, Any]] = []
         self._entries: dict[Any, Any] = {}
         self._loading: torch.optim.Optimizer | None = None
@@ -57,7 +74,7 @@ class _Undoing:
             yield
         finally:
             self._let_go()
-            own.update((key, hook) for key, hook in hooks.items() if key not in hooks.before)
+            hooks.last = ()
             vars(optimizer)[_HOOKS] = own
 
     def _begin(self, loading: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -79,9 +96,8 @@ class _Undoing:
         for index, parameter in zip(indices, parameters, strict=False):
             if is_torchs and index in self._entries and parameter in state["state"]:
                 now = state["state"][parameter]
-                state["state"][parameter] = _as_saved(self._entries[index], now, _is_other)
+                state["state"][parameter] = _as_saved(self._entries[index], now)
         loading.__setstate__(state)
-        self.loaded = loading.state
 
     def _let_go(self) -> None:
         if self._loading is not None:
@@ -92,28 +108,31 @@ class _Undoing:
 class _Hooks(OrderedDict[Any, Any]):
     """A table of an optimizer's hooks as it is at one load, in which ours comes last, behind the user's.
 
-    The user's own table has none of it, so that a hook may remove itself there, as with torch alone.
+    The user's own table has none of it, so that a hook may remove itself there, as with torch alone. What is
+    added or removed meanwhile is so in the user's, too, and later on, by the handles that torch gives.
+
+    Attributes:
+        last: Ours; none after the load.
     """
 
-    def __init__(self, own: Mapping[Any, Any], last: Callable[..., Any]) -> None:
+    def __init__(self, own: dict[Any, Any], last: Callable[..., Any]) -> None:
+        self._own: dict[Any, Any] = {}
         super().__init__(own)
-        self.before = frozenset(own)
-        self._last = last
+        self._own = own
+        self.last: tuple[Callable[..., Any], ...] = (last,)
 
     def values(self) -> Any:  # noqa: ANN401  a list, where torch goes through a view
-        return [*super().values(), self._last]
+        return [*super().values(), *self.last]
 
+    def __setitem__(self, key: Any, hook: Any) -> None:  # noqa: ANN401  as torch has them
+        super().__setitem__(key, hook)
+        self._own[key] = hook
+        if isinstance(self._own, OrderedDict):  # a handle knows this table alone, and does not keep it
+            vars(self._own)[_HOOKS] = self
 
-def _undo_afterwards(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Undo what can be told from the optimizer's own doing, where the state is laid out as torch's."""
-    if not (hasattr(optimizer, "state") and isinstance(saved, dict)):
-        return
-    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in saved.get("state", {}).items():
-        if isinstance(index, int) and index < len(parameters) and parameters[index] in optimizer.state:
-            now = optimizer.state[parameters[index]]
-            if (undone := _as_saved(entry, now, _is_cast)) is not now:
-                optimizer.state[parameters[index]] = undone
+    def __delitem__(self, key: Any) -> None:  # noqa: ANN401
+        super().__delitem__(key)
+        self._own.pop(key, None)
 
 
 class _Whole(np.ndarray[Any, Any]):
@@ -131,44 +150,16 @@ def _whole(value: Any) -> Any:  # noqa: ANN401  a part of a state
     return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
 
 
-def _as_saved(value: Any, now: Any, is_cast: Callable[[torch.Tensor, torch.Tensor], bool]) -> Any:  # noqa: ANN401
-    """Give a part of a state as it was saved, on the devices where torch has put its tensors.
-
-    Args:
-        value: As it was saved.
-        now: What has come of it; where that is laid out otherwise, the optimizer has done so, and it stays.
-        is_cast: Tells of a tensor that was saved, and of what has come of it, whether torch has cast it.
-    """
+def _as_saved(value: Any, now: Any) -> Any:  # noqa: ANN401  a part of a state
+    """Give a part of a state as it was saved, with the tensors that torch has made of it."""
     kind = type(value)
-    if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-        return _copied(value, now.device) if is_cast(value, now) else now
     if isinstance(now, _Whole):
         return np.array(now)
     if isinstance(value, str) and isinstance(now, str) and now.startswith(_TO_PIECES):
         return value
     if isinstance(value, dict) and isinstance(now, dict):
-        undone = {key: _as_saved(value[key], item, is_cast) for key, item in now.items() if key in value}
-        now.update(undone)
+        now.update({key: _as_saved(value[key], item) for key, item in now.items() if key in value})
         return kind(now) if kind in (OrderedDict, Counter) and type(now) is dict else now
     if kind in (list, tuple) and type(now) is kind and len(now) == len(value):
-        return kind(_as_saved(*pair, is_cast) for pair in zip(value, now, strict=True))
+        return kind(map(_as_saved, value, now))
     return now
-
-
-def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor, which is a leaf again if it is to be trained."""
-    return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
-
-
-def _is_other(value: torch.Tensor, now: torch.Tensor) -> bool:
-    return now.dtype != value.dtype
-
-
-def _is_cast(value: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether one is the other, cast, and not something that the optimizer has made of it."""
-    if not _is_other(value, now) or now.shape != value.shape:
-        return False
-    if value.layout != torch.strided or now.layout != torch.strided:  # which cannot be compared
-        return value.layout == now.layout
-    cast = value.detach().to(now.device, now.dtype)
-    return bool(((cast == now) | ((cast != cast) & (now != now))).all())  # noqa: PLR0124  NaN is not itself

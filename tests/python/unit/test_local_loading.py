@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from types import MappingProxyType
@@ -256,7 +257,7 @@ class Outside(torch.optim.Optimizer):
             for number, p in enumerate(group["params"]):
                 mean = torch.full_like(p, 1 / 3 + number, dtype=torch.float32)
                 packed = torch.full((2,), 1 / 3)
-                self.inner.state[p] = {"mean": mean, "nested": [mean * 2], "name": "text", "packed": packed}
+                self.inner.state[p] = {"mean": mean, "nested": [mean * 2], "packed": packed}
 
     def state_dict(self):
         return self.inner.state_dict()
@@ -357,8 +358,9 @@ def test_a_hook_may_remove_itself_and_one_that_is_added_meanwhile_stays(num):
         ran.append("once")
         handles.pop().remove()
         if not handles:
-            loading.register_load_state_dict_pre_hook(lambda *_: ran.append("added"))
+            added.append(loading.register_load_state_dict_pre_hook(lambda *_: ran.append("added")))
 
+    added = []
     handles = [other.register_load_state_dict_pre_hook(once) for _ in range(num)]
     bring_back(other, ours.state_dict())
     assert ran == ["once"] * num
@@ -366,6 +368,88 @@ def test_a_hook_may_remove_itself_and_one_that_is_added_meanwhile_stays(num):
     assert len(other._optimizer_load_state_dict_pre_hooks) == 1
     bring_back(other, ours.state_dict())
     assert ran == ["once"] * num + ["added"]
+    added[0].remove()
+    assert not other._optimizer_load_state_dict_pre_hooks
+
+
+class Brief(Entered):
+    """Keeps moments in bfloat16, gives them out in float32, and makes them bfloat16 again."""
+
+    entry = staticmethod(lambda: {"mean": torch.full((2,), 1 / 3, dtype=torch.bfloat16)})
+
+    def state_dict(self):
+        state = super().state_dict()
+        wide = {i: {"mean": e["mean"].float()} for i, e in state["state"].items() if i != "all"}
+        return state | {"state": wide}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.state = {p: {"mean": entry["mean"].bfloat16()} for p, entry in self.state.items()}
+
+
+class Delegating(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        self.inner = Brief(parameters, lr=lr)
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self):
+        return self.inner.step()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [Brief, Delegating])
+def test_what_an_optimizer_casts_itself_stays_cast_also_inside_another(kind):
+    _, other, _ = brought_back(kind, kind)
+    means = [other.state[p]["mean"] for group in other.param_groups for p in group["params"]]
+    assert [leaves(mean) for mean in means] == [leaves(torch.full((2,), 1 / 3, dtype=torch.bfloat16))] * 4
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_count_of_steps_is_as_torch_wants_it(is_fused):
+    saved, other, plain = (
+        torch.optim.Adam(made.parameters(), lr=0.1, fused=fused)
+        for made, fused in [(model(), False), (model(), is_fused), (model(), is_fused)]
+    )
+    for p in (p for group in saved.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    saved.step()
+    state = saved.state_dict()
+    for entry in state["state"].values():
+        entry["step"] = entry["step"].double()
+    state["param_groups"][0]["fused"] = is_fused
+    bring_back(other, state)
+    plain.load_state_dict(state)
+    assert remembered(other) == remembered(plain)
+
+
+def test_what_another_thread_loads_meanwhile_and_what_is_loaded_afterwards_is_torch_s_to_cast():
+    state = {"mean": torch.full((2,), 1 / 3)}
+    loaded = []
+
+    class Waiting(Entered):
+        def __setstate__(self, given):
+            thread = threading.Thread(target=load)
+            thread.start()
+            thread.join()
+            super().__setstate__(given)
+
+    def load():
+        other = Entered(model().bfloat16().parameters(), lr=0.1)
+        other.load_state_dict(other.state_dict() | {"state": {0: state}})
+        loaded.extend(entry["mean"].dtype for entry in other.state.values())
+
+    waiting = Waiting(model().bfloat16().parameters(), lr=0.1)
+    bring_back(waiting, waiting.state_dict() | {"state": {0: state}})
+    load()
+    assert loaded == [torch.bfloat16, torch.bfloat16]
+    assert [entry["mean"].dtype for entry in waiting.state.values()] == [torch.float32]
 
 
 class Slim(torch.optim.Optimizer):
