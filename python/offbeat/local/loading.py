@@ -4,18 +4,21 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 __all__ = ["bring_back"]
 
+_Kind: TypeAlias = tuple[torch.dtype, torch.Size]
 _ONE_AT_A_TIME = threading.RLock()
 _RULE = "_process_value_according_to_param_policy"
 """By which torch casts what is loaded, and says on which device it is to be."""
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"
 """What an optimizer runs before it loads a state; torch goes through the values."""
+_SET = "__setstate__"
+"""What torch gives to an optimizer all that it has loaded by."""
 _TO_PIECES = "<generator object"
 """How a string begins that torch has taken to pieces: its type, called with a generator."""
 
@@ -24,19 +27,25 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's state as it was saved.
 
     Of what it remembers of a parameter torch casts all tensors to the parameter's dtype, as float32 averages
-    to bfloat16: inside this they are not, whichever optimizer loads them, as one inside another; but a step
-    that a fused or capturable one counts is as torch wants it. Torch makes dicts of any type plain ones as
+    to bfloat16: inside this they are not, whichever optimizer loads them, as one inside another; but what an
+    optimizer or a hook has made anew in a dtype of its own is, and a step that a fused or capturable one
+    counts is as torch wants it. Torch makes dicts of any type plain ones as
     well, takes a string to pieces, and fails at numpy's arrays: that is undone between torch's loading and
     what the optimizer itself makes of its state (its hooks and `__setstate__`), where it uses torch's own.
     """
-    with _keeping_dtypes(), _Undoing().at(optimizer):
+    with _keeping_dtypes(set(_kinds(saved))), _Undoing().at(optimizer):
         optimizer.load_state_dict(saved)
 
 
 @contextmanager
-def _keeping_dtypes() -> Iterator[None]:
-    """Let what this thread loads keep its dtypes; torch's own rule is in force again afterwards."""
+def _keeping_dtypes(kinds: set[_Kind]) -> Iterator[None]:
+    """Let what this thread loads keep its dtypes; torch's own rule is in force again afterwards.
+
+    Args:
+        kinds: Of the tensors that were saved: an optimizer may have copied them before torch gets them.
+    """
     kind, loader = torch.optim.Optimizer, threading.get_ident()
+    copies: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
     with _ONE_AT_A_TIME:
         torchs = getattr(kind, _RULE)
 
@@ -45,13 +54,28 @@ def _keeping_dtypes() -> Iterator[None]:
             is_step = "step" in (*others[2:], named.get("key"))
             if threading.get_ident() != loader or is_step or cast.dtype == value.dtype:
                 return cast
-            return value.detach().to(cast.device, copy=True).requires_grad_(value.requires_grad)
+            if (value.dtype, value.shape) not in kinds:
+                return cast
+            found = (id(value), cast.device)  # what parameters share they share again
+            if found not in copies:
+                own = value.detach().to(cast.device, copy=True).requires_grad_(value.requires_grad)
+                copies[found] = value, own
+            return copies[found][1]
 
         setattr(kind, _RULE, staticmethod(rule))
         try:
             yield
         finally:
             setattr(kind, _RULE, staticmethod(torchs))
+
+
+def _kinds(value: object) -> Iterator[_Kind]:
+    """Go through the tensors of a state."""
+    if isinstance(value, torch.Tensor):
+        yield value.dtype, value.shape
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _kinds(item)
 
 
 class _Undoing:
@@ -61,6 +85,7 @@ class _Undoing:
         self._groups: list[dict[str, Any]] = []
         self._entries: dict[Any, Any] = {}
         self._loading: torch.optim.Optimizer | None = None
+        self._its_own: Any = None  # should the optimizer itself have one that is not its class's
 
     @contextmanager
     def at(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -81,7 +106,8 @@ class _Undoing:
         """Note what torch is given, with arrays that it does not fail at."""
         self._let_go()
         self._loading, self._groups, self._entries = loading, state["param_groups"], state["state"]
-        loading.__dict__["__setstate__"] = self._end  # which torch calls with all that it has cast
+        self._its_own = vars(loading).get(_SET)
+        vars(loading)[_SET] = self._end  # which torch calls with all that it has cast
         indices = {index for group in self._groups for index in group["params"]}
         whole = {i: _whole(entry) if i in indices else entry for i, entry in self._entries.items()}
         return state | {"state": whole}
@@ -91,7 +117,7 @@ class _Undoing:
         assert loading is not None  # noqa: S101  `_begin` was before
         self._let_go()
         indices = [index for group in self._groups for index in group["params"]]
-        parameters = [p for group in state["param_groups"] for p in group["params"]]
+        parameters = [p for group in state.get("param_groups", ()) for p in group["params"]]
         is_torchs = len(indices) == len(parameters)  # else the optimizer's own, where torch has refused
         for index, parameter in zip(indices, parameters, strict=False):
             if is_torchs and index in self._entries and parameter in state["state"]:
@@ -101,7 +127,9 @@ class _Undoing:
 
     def _let_go(self) -> None:
         if self._loading is not None:
-            self._loading.__dict__.pop("__setstate__", None)
+            vars(self._loading).pop(_SET, None)
+            if self._its_own is not None:
+                vars(self._loading)[_SET] = self._its_own
             self._loading = None
 
 
@@ -129,6 +157,9 @@ class _Hooks(OrderedDict[Any, Any]):
         self._own[key] = hook
         if isinstance(self._own, OrderedDict):  # a handle knows this table alone, and does not keep it
             vars(self._own)[_HOOKS] = self
+
+    def __reduce__(self) -> Any:  # noqa: ANN401  a copy is a plain table
+        return OrderedDict, (list(self.items()),)
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401
         super().__delitem__(key)

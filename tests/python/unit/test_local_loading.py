@@ -452,6 +452,61 @@ def test_what_another_thread_loads_meanwhile_and_what_is_loaded_afterwards_is_to
     assert [entry["mean"].dtype for entry in waiting.state.values()] == [torch.float32]
 
 
+class Quantized(Entered):
+    """Gives its moments out as int8, and leaves it to torch to make its parameters' dtype of them again."""
+
+    entry = staticmethod(lambda: {"mean": torch.full((2,), 0.5, dtype=torch.bfloat16)})
+
+    def state_dict(self):
+        state = super().state_dict()
+        small = {
+            i: {"code": (e["mean"] * 10).to(torch.int8)} for i, e in state["state"].items() if i != "all"
+        }
+        return state | {"state": small}
+
+    def load_state_dict(self, state):
+        wide = {i: {"mean": entry["code"].float() / 10} for i, entry in state["state"].items()}
+        super().load_state_dict(copy.deepcopy(state) | {"state": wide})
+
+
+class Copying(Third):
+    def load_state_dict(self, state):
+        before = copy.deepcopy(vars(self))
+        super().load_state_dict(copy.deepcopy(state))
+        assert before["_optimizer_load_state_dict_pre_hooks"] == {}
+
+
+@pytest.mark.parametrize("kind", [Quantized, Copying])
+def test_what_an_optimizer_has_made_anew_is_torch_s_to_cast_and_what_it_has_copied_is_not(kind):
+    ours, other, _ = brought_back(kind, kind)
+    entries = [remembered(optimizer)[:4] for optimizer in (ours, other)]
+    assert entries[0] == entries[1]
+
+
+def test_what_parameters_share_they_share_again():
+    first = torch.optim.SGD(model().bfloat16().parameters(), lr=0.1)
+    count = torch.tensor(3.0)
+    bring_back(first, first.state_dict() | {"state": {i: {"count": count} for i in range(4)}})
+    counts = [entry["count"] for entry in first.state.values()]
+    assert [c.dtype for c in counts] == [torch.float32] * 4
+    counts[0].add_(1)
+    assert (counts[3].item(), count.item()) == (4, 3)
+
+
+def test_a_setstate_of_the_optimizer_s_own_is_called_and_stays():
+    ours, other = (Third(model().bfloat16().parameters(), lr=0.1) for _ in range(2))
+    ours.step()
+    given = []
+    own = other.__setstate__ = lambda state: (
+        given.append(len(state["state"])),
+        Third.__setstate__(other, state),
+    )
+    bring_back(other, ours.state_dict())
+    assert given == [5]
+    assert vars(other)["__setstate__"] is own
+    assert remembered(other) == remembered(ours)
+
+
 class Slim(torch.optim.Optimizer):
     """Around another, with no state that anybody sees."""
 
@@ -508,7 +563,7 @@ def test_where_torch_refuses_an_optimizer_s_own_way_out_is_its_own():
             with suppress(ValueError):
                 super().load_state_dict(state)
                 return
-            self.__setstate__({"state": self.state, "param_groups": self.param_groups})
+            self.__setstate__({"state": self.state})
             self.is_fresh = True
 
     ours, other = (Lenient(made.parameters(), lr=0.1) for made in (model(), nn.Linear(2, 2)))
