@@ -4,15 +4,14 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
 
 __all__ = ["bring_back"]
 
-_Kind: TypeAlias = tuple[torch.dtype, torch.Size]
-_ONE_AT_A_TIME = threading.RLock()
 _RULE = "_process_value_according_to_param_policy"
 """By which torch casts what is loaded, and says on which device it is to be."""
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"
@@ -29,53 +28,83 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     Of what it remembers of a parameter torch casts all tensors to the parameter's dtype, as float32 averages
     to bfloat16: inside this they are not, whichever optimizer loads them, as one inside another; but what an
     optimizer or a hook has made anew in a dtype of its own is, and a step that a fused or capturable one
-    counts is as torch wants it. Torch makes dicts of any type plain ones as
-    well, takes a string to pieces, and fails at numpy's arrays: that is undone between torch's loading and
-    what the optimizer itself makes of its state (its hooks and `__setstate__`), where it uses torch's own.
+    counts is as torch wants it. Torch makes dicts of any type plain ones as well, takes a string to pieces,
+    and fails at numpy's arrays: that is undone between torch's loading and what the optimizer itself makes
+    of its state (its hooks and `__setstate__`), where it uses torch's own.
     """
-    with _keeping_dtypes(set(_kinds(saved))), _Undoing().at(optimizer):
+    with _rule.over(saved), _Undoing().at(optimizer):
         optimizer.load_state_dict(saved)
 
 
-@contextmanager
-def _keeping_dtypes(kinds: set[_Kind]) -> Iterator[None]:
-    """Let what this thread loads keep its dtypes; torch's own rule is in force again afterwards.
+class _Loading:
+    """One load: what was saved, and what was copied of it."""
 
-    Args:
-        kinds: Of the tensors that were saved: an optimizer may have copied them before torch gets them.
-    """
-    kind, loader = torch.optim.Optimizer, threading.get_ident()
-    copies: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-    with _ONE_AT_A_TIME:
-        torchs = getattr(kind, _RULE)
+    def __init__(self, saved: object) -> None:
+        # By dtype and shape: an optimizer may have copied them before torch gets them.
+        self._kinds = {(tensor.dtype, tensor.shape) for tensor in _tensors(saved, set())}
+        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def rule(param: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401
-            cast: torch.Tensor = torchs(param, value, *others, **named)
-            is_step = "step" in (*others[2:], named.get("key"))
-            if threading.get_ident() != loader or is_step or cast.dtype == value.dtype:
-                return cast
-            if (value.dtype, value.shape) not in kinds:
-                return cast
-            found = (id(value), cast.device)  # what parameters share they share again
-            if found not in copies:
-                own = value.detach().to(cast.device, copy=True).requires_grad_(value.requires_grad)
-                copies[found] = value, own
-            return copies[found][1]
+    def kept(self, value: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+        """Give what is to be had of a tensor: itself, on another device, or what torch has cast it to."""
+        if cast.dtype == value.dtype or (value.dtype, value.shape) not in self._kinds:
+            return cast
+        found = (id(value), cast.device)  # what parameters share they share again
+        if found not in self._copies:
+            own = value.detach().to(cast.device, copy=True).requires_grad_(value.requires_grad)
+            self._copies[found] = value, own
+        return self._copies[found][1]
 
-        setattr(kind, _RULE, staticmethod(rule))
+
+_loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
+"""What this thread loads."""
+
+
+class _Rule:
+    """Torch's rule, but for the threads that load here; in force while one of them does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_loading = 0
+        self._torchs: Any = None
+
+    def __call__(self, param: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401
+        cast: torch.Tensor = self._torchs(param, value, *others, **named)
+        loading, is_step = _loading.get(), "step" in (*others[2:], named.get("key"))
+        return cast if loading is None or is_step else loading.kept(value, cast)
+
+    @contextmanager
+    def over(self, saved: object) -> Iterator[None]:
+        """Let what this thread loads keep its dtypes. Others may load meanwhile, and be waited for."""
+        self._count(1)
+        before = _loading.set(_Loading(saved))
         try:
             yield
         finally:
-            setattr(kind, _RULE, staticmethod(torchs))
+            _loading.reset(before)
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        kind = torch.optim.Optimizer
+        with self._lock:
+            if not self._num_loading:
+                self._torchs = getattr(kind, _RULE)
+                setattr(kind, _RULE, staticmethod(self))
+            self._num_loading += change
+            if not self._num_loading:
+                setattr(kind, _RULE, staticmethod(self._torchs))
 
 
-def _kinds(value: object) -> Iterator[_Kind]:
-    """Go through the tensors of a state."""
+_rule = _Rule()
+
+
+def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Go through the tensors of a state, which may hold itself."""
     if isinstance(value, torch.Tensor):
-        yield value.dtype, value.shape
-    elif isinstance(value, dict | list | tuple):
+        yield value
+    elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _kinds(item)
+            yield from _tensors(item, seen)
 
 
 class _Undoing:

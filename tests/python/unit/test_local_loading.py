@@ -452,6 +452,42 @@ def test_what_another_thread_loads_meanwhile_and_what_is_loaded_afterwards_is_to
     assert [entry["mean"].dtype for entry in waiting.state.values()] == [torch.float32]
 
 
+def test_two_threads_that_load_wait_for_one_another_without_end_to_neither():
+    met, dtypes = threading.Barrier(2, timeout=30), []
+
+    class Meeting(Entered):
+        def load_state_dict(self, state):
+            met.wait()
+            super().load_state_dict(state)
+            met.wait()
+
+    def load():
+        other = Meeting(model().bfloat16().parameters(), lr=0.1)
+        bring_back(other, other.state_dict() | {"state": {0: {"mean": torch.full((2,), 1 / 3)}}})
+        dtypes.extend(entry["mean"].dtype for entry in other.state.values())
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert dtypes == [torch.float32] * 2
+    other = Entered(model().bfloat16().parameters(), lr=0.1)
+    other.load_state_dict(other.state_dict() | {"state": {0: {"mean": torch.full((2,), 1 / 3)}}})
+    assert [entry["mean"].dtype for entry in other.state.values()] == [torch.bfloat16]
+
+
+def test_a_setting_that_holds_itself_is_loaded_as_with_torch():
+    holding = []
+    holding.append(holding)
+    other = Entered(model().parameters(), lr=0.1)
+    state = other.state_dict()
+    state["param_groups"][0]["holding"] = holding
+    bring_back(other, state)
+    (inner,) = other.param_groups[0]["holding"]
+    assert inner is other.param_groups[0]["holding"]
+
+
 class Quantized(Entered):
     """Gives its moments out as int8, and leaves it to torch to make its parameters' dtype of them again."""
 
