@@ -39,8 +39,8 @@ from offbeat.local.device import usable_device
 from offbeat.local.group import MAKE_A_GROUP, group_of
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, other_reduction, wake
 from offbeat.local.lr_scale import factor_of
-from offbeat.local.parameters import check_same, each_once, fingerprint, of_model, was_cast
-from offbeat.local.saved import bring_back_told, faults_of_state
+from offbeat.local.parameters import check_same, each_once, fingerprint, of_model
+from offbeat.local.saved import bring_back_told, faults_of_state, state_told
 from offbeat.naming import known_attributes, known_keywords
 from offbeat.receipt import Receipt
 
@@ -480,7 +480,6 @@ class AsyncGradientAccumulator:
         if self._is_under_way:
             self._wait()
         self._unflushed.end()  # it is to go on from here
-        live = self._updates.own
         return {
             "updates": self.updates,
             "skipped_updates": self.skipped_updates,
@@ -495,9 +494,7 @@ class AsyncGradientAccumulator:
             "agreed": self._members.agreed(),
             "window": self._window.state_dict(),
             "due": None if self._due is None else total_state(self._due),
-            "optimizer": None if live is None else live.state_dict(),
-            "classes": {"optimizer": None if live is None else type(live).__name__},
-            "settings": self._updates.chosen.settings if isinstance(self._updates, LocalUpdates) else [],
+            **state_told(self._updates.chosen if isinstance(self._updates, LocalUpdates) else None),
             "meter": None if self._meter is None else self._meter.state_dict(),
             "grad_scaler": self._scaler.state_dict(),
             "worker": True if isinstance(self._updates, PushedUpdates) else None,
@@ -545,7 +542,7 @@ class AsyncGradientAccumulator:
         tell_of_steps(state, self._most, is_adaptive=self._meter is not None)
         if state["optimizer"] is not None and isinstance(updates, LocalUpdates) and chosen is not None:
             updates.chosen = chosen
-            bring_back_told(chosen, state, is_new=is_new, was_cast=was_cast(self._named, state))
+            bring_back_told(chosen, state, is_new=is_new)
         self._members.agree(state["agreed"])
         self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None

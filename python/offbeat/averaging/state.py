@@ -13,8 +13,8 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.parameters import AT_ONCE, check_back, fingerprint, was_cast
-from offbeat.local.saved import bring_back_told, faults_of_state
+from offbeat.local.parameters import AT_ONCE, check_back, fingerprint
+from offbeat.local.saved import bring_back_told, faults_of_state, state_told
 
 __all__ = ["faults_of", "state_of", "take_up"]
 
@@ -38,15 +38,12 @@ def state_of(turns: Turns, owner: Owner, *, ends: bool) -> dict[str, Any]:
     if ends and turns.rounds.is_under_way:
         turns.finish(owner)
     turns.unshared.leave()  # it is to go on from here
-    live = turns.optimizer.live
     return {
         **turns.course.state_dict(),
         **turns.timing.state_dict(),
         "rounds": turns.rounds.state_dict(),
         "model": fingerprint(turns.named),
-        "optimizer": None if live is None else live.state_dict(),
-        "classes": {"optimizer": None if live is None else type(live).__name__},
-        "settings": turns.optimizer.settings,
+        **state_told(turns.optimizer),
     }
 
 
@@ -96,7 +93,7 @@ def take_up(turns: Turns, state: Mapping[str, Any], *, optimizer: object, strict
     _check_model(turns, state)
     if state["optimizer"] is not None:
         turns.optimizer = chosen
-        bring_back_told(chosen, state, is_new=is_new, was_cast=was_cast(turns.named, state))
+        bring_back_told(chosen, state, is_new=is_new)
     pace, overlap = turns.timing.of_state(state, longest=turns.longest)
     keeps_rounds = _keeps_rounds(turns, state, strict=strict)
     if keeps_rounds:

@@ -12,7 +12,7 @@ from offbeat.errors import StateError
 from offbeat.module import named_parameters
 from offbeat.naming import a_class, brief
 
-__all__ = ["AT_ONCE", "check_back", "check_same", "each_once", "fingerprint", "of_model", "was_cast"]
+__all__ = ["AT_ONCE", "check_back", "check_same", "each_once", "fingerprint", "of_model"]
 
 AT_ONCE = "saved, or copied (copy.deepcopy), at once, as it refers to the model's own tensors"
 """What to do with a model's state, which goes on changing with the model."""
@@ -85,12 +85,6 @@ def check_back(
         )
     if not are_back:
         raise StateError(f"the model of another member is not the one of its state: {remedy}")
-
-
-def was_cast(named: Named, state: Mapping[str, Any]) -> bool:
-    """Whether a model has other dtypes than when a state was taken, which is as for `check_back`."""
-    kept = state.get("model") or []
-    return any(str(p.dtype) != dtype for (_, p), (dtype, _) in zip(named, kept, strict=False))
 
 
 def _first_other(named: Named, kept: Sequence[Sequence[str | int]]) -> str | None:

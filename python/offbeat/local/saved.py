@@ -21,10 +21,26 @@ __all__ = [
     "of_groups",
     "of_settings",
     "settings_of",
+    "state_told",
 ]
 
 MOVED = ("lr", "momentum", "betas")
 """What schedulers set when they are made, as OneCycleLR does."""
+
+
+def state_told(chosen: "LocalOptimizer | None") -> dict[str, Any]:
+    """Give an optimizer's state, and what `faults_of_state` and `bring_back_told` ask of it.
+
+    Args:
+        chosen: Has the optimizer, if there is one yet; None: it is kept elsewhere.
+    """
+    live = None if chosen is None else chosen.live
+    return {
+        "optimizer": None if live is None else live.state_dict(),
+        "classes": {"optimizer": None if live is None else type(live).__name__},
+        "settings": [] if chosen is None else chosen.settings,
+        "dtypes": None if live is None else _dtypes(live),
+    }
 
 
 def faults_of_state(state: Mapping[str, Any], chosen: "LocalOptimizer", given: object) -> list[str]:
@@ -60,17 +76,17 @@ def faults_of_kind(part: str, own: object, state: Mapping[str, Any]) -> list[str
     return [f"{other}: give one of that class, or go on without the state" for other in others]
 
 
-def bring_back_told(
-    chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_new: bool, was_cast: bool = False
-) -> None:
-    """Load an optimizer's state, and warn of settings that were given otherwise.
+def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_new: bool) -> None:
+    """Load an optimizer's state as it was saved, and warn of settings that were given otherwise.
+
+    If parameters have other dtypes by now, the state is cast as well, as torch does.
 
     Args:
         chosen: Has the optimizer as it was given.
-        state: Has the optimizer's as "optimizer", and as "settings" what it began with, which older states do
-            not have: what they have may have been moved since, as by a scheduler, and nothing is said of it.
+        state: Has the optimizer's as "optimizer"; as "settings" what it began with, which older states do
+            not have: what they have may have been moved since, as by a scheduler, and nothing is said of it;
+            and its parameters' "dtypes", which older ones do not have either: they are loaded as saved.
         is_new: It was given just now, for this state.
-        was_cast: The model has other dtypes by now, and the state is to be cast as well, as torch does.
     """
     live, began = chosen.use(None), state.get("settings")
     if began is not None:
@@ -80,7 +96,7 @@ def bring_back_told(
                 f"optimizer's param_groups after load_state_dict"
             )
         chosen.settings = began
-    if was_cast:
+    if state.get("dtypes") not in (None, _dtypes(live)):
         live.load_state_dict(state["optimizer"])
     else:
         bring_back(live, state["optimizer"])
@@ -152,6 +168,11 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Give a group's plain numbers as the run begins with them: a scheduler keeps the learning rate's."""
     plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | tuple)}
     return plain | {"lr": plain.get("initial_lr", plain.get("lr"))}
+
+
+def _dtypes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Name the dtypes of an optimizer's parameters."""
+    return [str(parameter.dtype) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _groups_in(saved: dict[str, Any]) -> list[dict[str, Any]] | None:

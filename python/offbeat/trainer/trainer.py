@@ -27,7 +27,7 @@ from offbeat.local.log_lines import stop_noted
 from offbeat.local.loss import LossFunction, LossReduction, other_reduction
 from offbeat.local.parameters import of_model
 from offbeat.local.progress import progress_for
-from offbeat.local.saved import bring_back_told, faults_of_kind, faults_of_state
+from offbeat.local.saved import bring_back_told, faults_of_kind, faults_of_state, state_told
 from offbeat.local.stopping import Stop
 from offbeat.metrics import Metric, listed, meters
 from offbeat.naming import known_attributes, known_keywords
@@ -544,17 +544,15 @@ class AsyncTrainer(Driveable):
         return self._state(self._stage.state_dict(is_of_now=True), self._history)
 
     def _state(self, stage: dict[str, Any] | None, history: History) -> dict[str, Any]:
-        live = self._optimizer.live
         scheduled, scaler = self._scheduled, self._workshop.numerics.scaler
         return {
             "epochs": self._num_finished,
             "steps": self._workshop.tally.steps,
             "skipped": self._workshop.tally.skipped,
             "stage": stage,
-            "optimizer": None if live is None else live.state_dict(),
+            **state_told(self._optimizer),
             "scheduler": None if scheduled is None else scheduled[1].state_dict(),
             "classes": self.classes,
-            "settings": self._optimizer.settings,
             "scaler": None if scaler is None else scaler.state_dict(),
             "history": asdict(history),
         }

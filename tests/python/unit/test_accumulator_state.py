@@ -203,4 +203,11 @@ def test_what_is_no_state_at_all_is_refused(state, told):
 
 def test_every_state_has_what_is_looked_for():
     ours = offbeat.AsyncGradientAccumulator(model(), 4)
-    assert set(ours.state_dict()) == {*KEYS, "steps", "model", "classes", "settings"}  # older ones lack these
+    assert set(ours.state_dict()) == {
+        *KEYS,
+        "steps",
+        "model",
+        "classes",
+        "settings",
+        "dtypes",
+    }  # older ones lack these

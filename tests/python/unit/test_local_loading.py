@@ -50,11 +50,11 @@ def model():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
-def train(ours, optimizer):
+def train(ours, optimizer, *, batches=BRIEF, epochs=1):
     if isinstance(ours, offbeat.AsyncTrainer):
-        ours.train(dataloader=BRIEF, optimizer=optimizer, loss_fn=LOSS, progress=False)
+        ours.train(dataloader=batches, epochs=epochs, optimizer=optimizer, loss_fn=LOSS, progress=False)
         return
-    for inputs, targets in BRIEF:
+    for inputs, targets in batches:
         ours.train_step(inputs=inputs, targets=targets, optimizer=optimizer, loss_fn=LOSS)
 
 
@@ -571,7 +571,7 @@ def test_one_that_shows_no_state_is_loaded_in_its_own_way():
     assert remembered(other.inner) == remembered(ours.inner)
 
 
-@pytest.mark.parametrize("kind", ["averager", "accumulator"])
+@pytest.mark.parametrize("kind", MADE)
 def test_where_the_model_was_cast_since_then_the_state_is_cast_too(kind):
     ours, other = MADE[kind](model().bfloat16()), MADE[kind](model())
     train(ours, offbeat.optim.Adam(lr=0.01))
@@ -579,8 +579,7 @@ def test_where_the_model_was_cast_since_then_the_state_is_cast_too(kind):
     other.load_state_dict(ours.state_dict(), optimizer=offbeat.optim.Adam(lr=0.01))
     moments = [entry["exp_avg"] for entry in other.optimizer.state.values()]
     assert [moment.dtype for moment in moments] == [torch.float32] * 4
-    for inputs, targets in BRIEF[:2]:
-        other.train_step(inputs=inputs.float(), targets=targets, loss_fn=LOSS)
+    train(other, None, batches=[(inputs.float(), targets) for inputs, targets in BRIEF], epochs=2)
 
 
 def test_a_parameter_among_what_was_saved_is_one_that_can_be_copied_and_trained():

@@ -25,10 +25,10 @@ MADE = {
 }
 MOMENTUM, PLAIN = optim.SGD(lr=0.1, momentum=0.9), optim.SGD(lr=0.1)
 YOUNGER = {
-    "averager": {"classes", "settings"},
-    "accumulator": {"classes", "settings", "steps", "model"},
-    "trainer": {"classes", "settings"},
-    "local trainer": {"classes", "settings"},
+    "averager": {"classes", "settings", "dtypes"},
+    "accumulator": {"classes", "settings", "dtypes", "steps", "model"},
+    "trainer": {"classes", "settings", "dtypes"},
+    "local trainer": {"classes", "settings", "dtypes"},
 }
 """What states of before do not have."""
 

@@ -601,7 +601,7 @@ def test_what_is_no_state_at_all_is_refused(state, told):
 
 def test_every_state_has_what_is_looked_for():
     state = offbeat.AsyncTrainer(model(), strategy="local").state_dict()
-    assert set(state) == {*KEYS, "classes", "settings"}  # older ones lack these
+    assert set(state) == {*KEYS, "classes", "settings", "dtypes"}  # older ones lack these
 
 
 @pytest.mark.parametrize(
