@@ -84,7 +84,7 @@ def test_strangers_at_the_door_are_compared_with_none():
 
 
 def test_a_server_that_writes_checkpoints_is_compared_with_one_that_does_not(tmp_path):
-    load = ("--params", "1000", "--workers", "1", "--seconds", "0.5", "--rounds", "1", "--every", "0.1")
+    load = ("--params", "1000", "--workers", "1", "--seconds", "2", "--rounds", "1", "--every", "0.1")
     done = run_bench("checkpoints.py", *load, "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     of_round, line, *summary = [line for line in done.stdout.splitlines() if line]
