@@ -1,10 +1,11 @@
 """An optimizer's state is loaded as it was saved, and not cast."""
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,6 @@ _HOOKS = "_optimizer_load_state_dict_pre_hooks"
 """What an optimizer runs before it loads a state; torch goes through the values."""
 _SET = "__setstate__"
 """What torch gives to an optimizer all that it has loaded by."""
-_TO_PIECES = "<generator object"
-"""How a string begins that torch has taken to pieces: its type, called with a generator."""
 
 
 def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -28,9 +27,10 @@ def bring_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     Of what it remembers of a parameter torch casts all tensors to the parameter's dtype, as float32 averages
     to bfloat16: inside this they are not, whichever optimizer loads them, as one inside another; but what an
     optimizer or a hook has made anew in a dtype of its own is, and a step that a fused or capturable one
-    counts is as torch wants it. Torch makes dicts of any type plain ones as well, takes a string to pieces,
-    and fails at numpy's arrays: that is undone between torch's loading and what the optimizer itself makes
-    of its state (its hooks and `__setstate__`), where it uses torch's own.
+    counts is as torch wants it. Torch makes an OrderedDict and a Counter plain dicts as well, takes a string
+    to pieces, forgets how long a deque may be, and fails at numpy's arrays: that is undone between torch's
+    loading and what the optimizer itself makes of its state (its hooks and `__setstate__`), where it uses
+    torch's own.
     """
     with _rule.over(saved), _Undoing().at(optimizer):
         optimizer.load_state_dict(saved)
@@ -75,8 +75,8 @@ class _Rule:
     @contextmanager
     def over(self, saved: object) -> Iterator[None]:
         """Let what this thread loads keep its dtypes. Others may load meanwhile, and be waited for."""
-        self._count(1)
         before = _loading.set(_Loading(saved))
+        self._count(1)
         try:
             yield
         finally:
@@ -101,7 +101,7 @@ def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     """Go through the tensors of a state, which may hold itself."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+    elif isinstance(value, dict | list | tuple | deque) and id(value) not in seen:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item, seen)
@@ -145,10 +145,11 @@ class _Undoing:
         loading = self._loading
         assert loading is not None  # noqa: S101  `_begin` was before
         self._let_go()
-        indices = [index for group in self._groups for index in group["params"]]
-        parameters = [p for group in state.get("param_groups", ()) for p in group["params"]]
-        is_torchs = len(indices) == len(parameters)  # else the optimizer's own, where torch has refused
-        for index, parameter in zip(indices, parameters, strict=False):
+        indices = [group["params"] for group in self._groups]
+        parameters = [group["params"] for group in state.get("param_groups", ())]
+        # Else the optimizer calls this itself, as torch has refused what it was given.
+        is_torchs = [*map(len, indices)] == [*map(len, parameters)]
+        for index, parameter in zip(chain(*indices), chain(*parameters), strict=False):
             if is_torchs and index in self._entries and parameter in state["state"]:
                 now = state["state"][parameter]
                 state["state"][parameter] = _as_saved(self._entries[index], now)
@@ -215,11 +216,11 @@ def _as_saved(value: Any, now: Any) -> Any:  # noqa: ANN401  a part of a state
     kind = type(value)
     if isinstance(now, _Whole):
         return np.array(now)
-    if isinstance(value, str) and isinstance(now, str) and now.startswith(_TO_PIECES):
+    if isinstance(value, str):
         return value
-    if isinstance(value, dict) and isinstance(now, dict):
-        now.update({key: _as_saved(value[key], item) for key, item in now.items() if key in value})
-        return kind(now) if kind in (OrderedDict, Counter) and type(now) is dict else now
-    if kind in (list, tuple) and type(now) is kind and len(now) == len(value):
-        return kind(map(_as_saved, value, now))
-    return now
+    if isinstance(value, dict):
+        whole = {key: _as_saved(value[key], item) for key, item in now.items()}
+        return kind(whole) if kind in (OrderedDict, Counter) else whole
+    if isinstance(value, deque):
+        return deque(map(_as_saved, value, now), maxlen=value.maxlen)
+    return kind(map(_as_saved, value, now)) if kind in (list, tuple) else now

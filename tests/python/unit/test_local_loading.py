@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import gc
 import threading
-from collections import Counter, OrderedDict
+import weakref
+from collections import Counter, OrderedDict, deque
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -64,6 +66,8 @@ def leaves(state):
         return [type(state), *((key, leaves(value)) for key, value in state.items())]
     if isinstance(state, list | tuple):
         return [type(state), *map(leaves, state)]
+    if isinstance(state, deque):
+        return [type(state), state.maxlen, leaves(list(state))]
     if isinstance(state, torch.Tensor | np.ndarray):
         return [type(state), state.dtype, state.tolist()]
     return [type(state), state]
@@ -74,6 +78,10 @@ def remembered(optimizer):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     return [leaves(optimizer.state[p]) for p in parameters] + [leaves(others)]
+
+
+def rule_of_torch():
+    return torch.optim.Optimizer._process_value_according_to_param_policy
 
 
 def odd(built):
@@ -131,6 +139,7 @@ def brought_back(first, then):
     [
         lambda: OrderedDict(a=torch.ones(2), b="text"),
         lambda: Counter("abba"),
+        lambda: {"last": deque([torch.full((2,), 1 / 3), "text"], maxlen=3)},
         lambda: [np.arange(3), torch.full((2,), 1 / 3)],
         lambda: (torch.full((2,), 1 / 3), {"a": [np.float32(1)]}),
         lambda: np.arange(3.0),
@@ -234,13 +243,53 @@ def test_hooks_are_given_the_state_that_was_saved_and_what_they_make_of_it_is_lo
     assert len(other._optimizer_load_state_dict_pre_hooks) == 1
 
 
-def test_a_load_that_is_refused_leaves_the_optimizer_as_it_was():
-    other = Third(model().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        bring_back(other, {"state": {0: {"old": np.arange(3.0)}}, "param_groups": []})
+class Lost(dict):
+    """Values on a disk that is no longer there."""
+
+    def values(self):
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [(dict, ValueError, "different number of parameter groups"), (Lost, OSError, "gone")],
+)
+def test_a_load_that_is_refused_leaves_the_optimizer_and_torch_s_rule_as_they_were(kind, error, said):
+    other, rule = Third(model().parameters(), lr=0.1), rule_of_torch()
+    with pytest.raises(error, match=said):
+        bring_back(other, {"state": kind({0: {"old": np.arange(3.0)}}), "param_groups": []})
     assert "__setstate__" not in vars(other)
     assert not other._optimizer_load_state_dict_pre_hooks
     assert not other.state
+    assert rule_of_torch() is rule
+
+
+def test_a_load_that_is_refused_and_made_again_inside_leaves_nothing_of_ours():
+    class Again(Third):
+        def load_state_dict(self, state):
+            with suppress(ValueError):
+                super().load_state_dict(state | {"param_groups": []})
+            super().load_state_dict(state)
+
+    ours, other, _ = brought_back(Again, Again)
+    assert remembered(other) == remembered(ours)
+    assert "__setstate__" not in vars(other)
+
+
+def test_of_what_was_saved_nothing_is_kept_by_a_hook_that_was_added_meanwhile():
+    ours, other = (Third(model().bfloat16().parameters(), lr=0.1) for _ in range(2))
+    ours.step()
+    kept = []
+    other.register_load_state_dict_pre_hook(
+        lambda loading, _: kept.append(loading.register_load_state_dict_pre_hook(lambda *_: None))
+    )
+    state = copy.deepcopy(ours.state_dict())
+    saved = weakref.ref(state["state"][0]["packed"])
+    bring_back(other, state)
+    del state
+    gc.collect()
+    assert len(kept) == 1
+    assert saved() is None
 
 
 class Outside(torch.optim.Optimizer):
