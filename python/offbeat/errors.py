@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "ConnectionLostError",
+    "DamagedError",
     "FencedError",
     "ForkedError",
     "ModelMismatchError",
@@ -110,6 +111,10 @@ class AddressInUseError(OffbeatError, OSError):
 
 class CheckpointError(OffbeatError, OSError):
     """A directory of checkpoints cannot be used, or what is in it: the message says which file, and why."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint of a `FaultTolerantTrainer` is not as it was written. Another one may serve."""
 
 
 class ClosedError(OffbeatError, RuntimeError):

@@ -20,13 +20,15 @@ MOST_SHOWN = 60
 
 SAME = {"every": "frequency", "interval": "frequency", "freq": "frequency", "steps": "frequency"}
 """Parts of names, by what others call them."""
+OTHERS = {"learning_rate": "lr", "newest": "latest", "val": "validation"}
+"""Whole names, likewise, that are spelt in no way alike."""
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """Find the known name that `name` was most likely meant to be; None if none is near."""
     ours = "_".join(SAME.get(part, part) for part in name.lower().replace("-", "_").split("_"))
-    if name not in known and ours in known:
-        return ours
+    if name not in known and (found := next((one for one in (ours, OTHERS.get(ours)) if one in known), None)):
+        return found
     folded = {k.lower().replace("-", "_"): k for k in known}
     wanted = name.lower().replace("-", "_")
     begun = [one for one in folded if one.startswith(f"{wanted}_") and wanted.strip("_")]

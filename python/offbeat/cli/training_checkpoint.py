@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,30 @@ from offbeat.cli import model_file
 from offbeat.cli.reading import Reading
 from offbeat.cli.say import flush_output, output, say
 from offbeat.cli.wording import columns, duration, plain
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import CheckpointError, ConfigError, DamagedError
 from offbeat.recovery.choice import left_behind
-from offbeat.recovery.directory import DAMAGED, Entry, entries, fault_of_name, name_of, names
+from offbeat.recovery.directory import DAMAGED, entries, fault_of_name, name_of, names
 from offbeat.recovery.folder import Tell, survey, verify
-from offbeat.recovery.manifest import MANIFEST, MODEL, DamagedError, Manifest
+from offbeat.recovery.manifest import MANIFEST, MODEL, Manifest
 
 __all__ = ["export", "inspect", "refuse_among", "verify_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A checkpoint of a directory.
+
+    Attributes:
+        name: Of its folder.
+        manifest: What it says; None where it cannot be used.
+        fault: Then, why; else None.
+        is_damaged: And that it will not be better tomorrow, as one that may not be read will.
+    """
+
+    name: str
+    manifest: Manifest | None
+    fault: str | None = None
+    is_damaged: bool = False
 
 
 def inspect(path: Path, *, as_json: bool) -> None:
@@ -35,7 +52,7 @@ def inspect(path: Path, *, as_json: bool) -> None:
     aside = sorted(entry.name for entry in path.iterdir() if entry.name.startswith(DAMAGED))
     if as_json:
         told = [
-            {"name": e.name, "error": e.damage, "checkpoint": e.manifest and _told(e.manifest)} for e in found
+            {"name": e.name, "error": e.fault, "checkpoint": e.manifest and _told(e.manifest)} for e in found
         ]
         output(_json("directory", {"checkpoints": told, "set_aside": aside}))
     else:
@@ -126,18 +143,18 @@ def _verified(path: Path, folder: Path, tell: Tell) -> Manifest:
     return manifest
 
 
-def _surveyed(path: Path) -> list[Entry]:
-    """Tell of each checkpoint what its manifest says, or that it is damaged, as its files' lengths show."""
+def _surveyed(path: Path) -> list[_Seen]:
+    """Tell of each checkpoint what its manifest says, or why it cannot be used; of other files lengths."""
     found = []
-    for entry in entries(path):
+    for name in names(path):
         try:
-            if entry.manifest is not None:
-                survey(path / entry.name)
-        except DamagedError as error:
-            if os.path.lexists(path / entry.name):  # else removed by its trainer meanwhile
-                found.append(Entry(entry.name, None, str(error)))
-        else:
-            found.append(entry)
+            manifest = survey(path / name)
+            if (fault := fault_of_name(path / name, manifest)) is not None:
+                raise DamagedError(fault)
+            found.append(_Seen(name, manifest))
+        except CheckpointError as error:
+            if os.path.lexists(path / name):  # else removed by its trainer meanwhile
+                found.append(_Seen(name, None, str(error), isinstance(error, DamagedError)))
     return found
 
 
@@ -210,24 +227,24 @@ def _one(path: Path, manifest: Manifest) -> str:
     return columns([[name, value] for name, value in lines.items()], left=2)
 
 
-def _directory(path: Path, found: list[Entry], aside: list[str]) -> str:
+def _directory(path: Path, found: list[_Seen], aside: list[str]) -> str:
     count = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
     lines = [f"{count} of a training in {path}, newest first" if found else f"no checkpoint yet in {path}"]
     if found:
         head = ["checkpoint", "written", "good", "step", "epoch", "loss", "monitored", "size"]
         lines += ["", columns([head, *map(_row, found)], left=3), ""]
-    lines += [entry.damage for entry in found if entry.damage is not None]
+    lines += [seen.fault for seen in found if seen.fault is not None]
     if aside:
         lines.append(f"set aside: {', '.join(aside)}")
     return "\n".join(plain(line) for text in lines for line in text.split("\n"))
 
 
-def _row(entry: Entry) -> list[str]:
-    told = entry.manifest
+def _row(seen: _Seen) -> list[str]:
+    told = seen.manifest
     if told is None:
-        return [entry.name, "damaged", *"------"]
+        return [seen.name, "damaged" if seen.is_damaged else "unusable", *"------"]
     return [
-        entry.name,
+        seen.name,
         _when(told),
         "yes" if told.is_good else "no",
         _step(told),

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat import log
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import CheckpointError, ConfigError, DamagedError
 from offbeat.recovery.folder import read_manifest, sync
-from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
+from offbeat.recovery.manifest import MANIFEST, Manifest
 
-__all__ = ["Directory", "Entry", "entries", "fault_of_name", "is_trainers", "name_of", "names"]
+__all__ = ["Directory", "Entry", "entries", "fault_of_name", "is_servers", "is_trainers", "name_of", "names"]
 
 LOCK = "lock"
 """As a server's, so that neither takes the other's directory."""
@@ -95,6 +95,11 @@ def is_trainers(path: Path) -> bool:
         return bool(names(path))
 
 
+def is_servers(path: Path) -> bool:
+    """Whether a folder is a server's checkpoint, as its name and its manifest tell."""
+    return SERVERS.fullmatch(path.name) is not None and (path / MANIFEST).is_file() and not is_trainers(path)
+
+
 class Directory:
     """A trainer's directory, locked for it alone.
 
@@ -131,6 +136,7 @@ class Directory:
                 raise ConfigError(
                     f"checkpoint_dir is {str(self.path)!r}, and a server keeps its checkpoints there "
                     f"({theirs[0]}): give another directory"
+                    + ("; or, if no server needs them, remove them" if names(self.path) else "")
                 )
             with suppress(CheckpointError):
                 self._sweep()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from offbeat.errors import CheckpointError
-from offbeat.recovery.manifest import MANIFEST, DamagedError, FileEntry, Manifest
+from offbeat.errors import CheckpointError, DamagedError
+from offbeat.recovery.manifest import MANIFEST, FileEntry, Manifest
 
 __all__ = ["Tell", "read_manifest", "survey", "sync", "verify", "write_synced"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, DamagedError
 
 __all__ = [
     "FORMAT",
@@ -19,7 +19,6 @@ __all__ = [
     "MODEL",
     "STATE",
     "TENSORS",
-    "DamagedError",
     "FileEntry",
     "Manifest",
     "kind_of",
@@ -39,10 +38,6 @@ KIND = "offbeat training"
 FORMAT = 1
 _NUM_DIGITS = 64
 """Of a SHA-256 in hexadecimal."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint is not as it was written. Another one may serve."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import CheckpointError, ModelMismatchError, StateError
+from offbeat.errors import CheckpointError, DamagedError, ModelMismatchError, StateError
 from offbeat.frequency import Every
 from offbeat.recovery.choice import left_behind, preferred, to_go_back_to
 from offbeat.recovery.directory import Directory, entries, name_of
 from offbeat.recovery.files import read
 from offbeat.recovery.folder import verify
-from offbeat.recovery.manifest import DamagedError, Manifest
+from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainee import Trainee
 

@@ -114,8 +114,8 @@ def words_of_last_failure(error: object, *, to_go_on: str) -> str:
         to_go_on: What to do then.
     """
     return (
-        f"the last checkpoint could not be written: {error}; free space on the disk, or mend what else it "
-        f"is, and {to_go_on}"
+        f"the last checkpoint could not be written: {error}; mend that (a full disk needs space), and "
+        f"{to_go_on}"
     )
 
 

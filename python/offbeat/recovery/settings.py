@@ -208,7 +208,10 @@ def scheduler_of(given: Any, optimizer: torch.optim.Optimizer) -> Any:  # noqa: 
     try:
         made = given(optimizer)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"scheduler {given!r} cannot be made for this optimizer: {error}") from error
+        needs_more = f": give functools.partial({given.__name__}, …) of it" if isinstance(given, type) else ""
+        raise ConfigError(
+            f"scheduler {given!r} cannot be made for this optimizer: {error}{needs_more}"
+        ) from error
     if not hasattr(made, "state_dict"):
         raise ConfigError(f"scheduler {given!r} made a {type(made).__name__}, which is no scheduler")
     check_scheduler(made)

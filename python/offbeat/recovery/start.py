@@ -9,15 +9,15 @@ from typing import Any
 from torch import nn
 
 from offbeat import log
-from offbeat.errors import CheckpointError, ConfigError, ModelMismatchError
+from offbeat.errors import CheckpointError, ConfigError, DamagedError, ModelMismatchError
 from offbeat.local.loss import wake
 from offbeat.recovery.account import Account
 from offbeat.recovery.choice import Mode, ends_again, made_under, preferred, ranked
-from offbeat.recovery.directory import Directory, entries, name_of
+from offbeat.recovery.directory import Directory, entries, is_servers, name_of
 from offbeat.recovery.files import read
 from offbeat.recovery.folder import verify
 from offbeat.recovery.keepers import bring_back
-from offbeat.recovery.manifest import MANIFEST, DamagedError, Manifest
+from offbeat.recovery.manifest import MANIFEST, Manifest
 from offbeat.recovery.modes import Modes, modes_of, overlaid, set_modes, words_of_others
 from offbeat.recovery.place import Data
 from offbeat.recovery.saver import parameters_of
@@ -226,6 +226,12 @@ def _first_whole(directory: Directory, wanted: Sequence[Manifest], faults: dict[
 
 
 def _at(path: Path, faults: dict[str, str]) -> Found:
+    if is_servers(path):
+        raise ConfigError(
+            f"recovery_strategy is the path {str(path)!r}, which is a server's checkpoint, and not a "
+            f"trainer's: give a folder save-…. To begin with its model, write that to a file by `offbeat "
+            f"checkpoint export`, and load it into the model first"
+        )
     if not (path / MANIFEST).is_file():
         raise ConfigError(
             f"recovery_strategy is the path {str(path)!r}, which is no checkpoint: give a folder save-… that "

@@ -128,6 +128,7 @@ impl IntoPyErr for ServerError {
             | Self::ModelTooLong(_)
             | Self::OtherRun { .. }
             | Self::OtherContribution { .. }
+            | Self::Checkpoints(DirectoryError::Trainers { .. })
             | Self::Group { .. } => Class::Config,
             Self::Values { .. } | Self::NumTensors { .. } | Self::OtherModel { .. } => Class::ModelMismatch,
             Self::Checkpoints(_)
@@ -151,7 +152,7 @@ impl IntoPyErr for DirectoryError {
     fn into_py_err(self, py: Python<'_>) -> PyErr {
         let class = match &self {
             // What was given is none.
-            Self::Foreign { .. } => Class::Config,
+            Self::Foreign { .. } | Self::Trainers { .. } => Class::Config,
             Self::Io { .. }
             | Self::Locked { .. }
             | Self::Life { .. }

@@ -1,5 +1,6 @@
 """`offbeat checkpoint` on what a `FaultTolerantTrainer` has kept."""
 
+import errno
 import json
 import logging
 import os
@@ -144,6 +145,27 @@ def test_inspect_tells_by_the_files_lengths_what_is_damaged(file, is_cut, kept, 
     code, _, err = offbeat(capsys, "inspect", folder / newest)
     assert (code, bool(re.search(told, err))) == (11, True)
     assert offbeat(capsys, "inspect", folder / before)[0] == 0
+
+
+def test_inspect_of_a_directory_tells_of_the_others_where_one_cannot_be_read(kept, capsys, monkeypatch):
+    folder, _ = kept
+    newest, before, *_ = names(folder)
+
+    def refusing(path, *given):
+        if path.parent.name == before:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(path, *given)
+
+    monkeypatch.setattr(os, "open", refusing)
+    code, out, _ = offbeat(capsys, "inspect", folder)
+    assert (code, f"{before}/manifest.json cannot be read: Permission denied" in out) == (0, True)
+    assert re.search(rf"^{before} +unusable ", out, re.MULTILINE)
+    assert re.search(rf"^{newest} +20\d\d-", out, re.MULTILINE)
+    code, out, _ = offbeat(capsys, "inspect", "--json", folder)
+    told = json.loads(out)["checkpoints"]
+    assert [(one["name"], one["error"] is None) for one in told[:2]] == [(newest, True), (before, False)]
+    code, _, err = offbeat(capsys, "inspect", folder / before)
+    assert (code, "cannot be read: Permission denied" in err) == (11, True)
 
 
 @pytest.mark.parametrize("ruin", [lambda path: path.mkdir(), lambda path: path.symlink_to("state.json")])

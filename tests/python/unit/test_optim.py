@@ -125,6 +125,7 @@ def test_partial_that_holds_parameters_is_refused():
     [
         (lambda: optim.SGD(momentm=0.9), "did you mean 'momentum'"),
         (lambda: optim.Adam(beta=(0.9, 0.99)), "did you mean 'betas'"),
+        (lambda: optim.Adam(learning_rate=0.1), "did you mean 'lr'"),
         (lambda: optim.AdamW(weightdecay=0.1), "did you mean 'weight_decay'"),
         (
             lambda: optim.SGD(groups=[{"pattern": "*", "lrr": 1}]),
@@ -144,7 +145,7 @@ def test_near_miss_names_the_nearest(made, said):
         made()
 
 
-@pytest.mark.parametrize("name", ["beta", "learning_rate", "zzz"])
+@pytest.mark.parametrize("name", ["beta", "temperature", "zzz"])
 def test_an_unknown_name_in_a_group_is_no_nearer_than_elsewhere(name):
     known = "Known: lr, momentum, dampening, weight_decay, nesterov, maximize"
     with pytest.raises(ConfigError, match=f"unknown keyword of SGD '{name}'; {known}, groups$"):

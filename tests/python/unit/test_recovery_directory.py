@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import CheckpointError, ConfigError, DamagedError
 from offbeat.recovery import choice
 from offbeat.recovery import manifest as manifest_module
 from offbeat.recovery.band import NUM_RECENT, Band, judged
 from offbeat.recovery.choice import best, kept, ranked
 from offbeat.recovery.directory import Directory, entries, is_trainers, names
 from offbeat.recovery.folder import verify, write_synced
-from offbeat.recovery.manifest import FILES, MANIFEST, DamagedError, Manifest
+from offbeat.recovery.manifest import FILES, MANIFEST, Manifest
 
 
 def manifest(number=1, *, step=None, **fields):

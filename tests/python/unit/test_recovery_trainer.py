@@ -301,6 +301,30 @@ def test_a_path_goes_on_from_that_checkpoint(tmp_path):
         run(made(tmp_path / "third", recovery_strategy=str(tmp_path / "nowhere")))
 
 
+def test_a_server_s_checkpoint_is_none_of_a_trainer_s_and_neither_takes_the_other_s_directory(tmp_path):
+    with offbeat.ParameterServer(nn.Linear(6, 5), checkpoint_dir=tmp_path / "served"):
+        pass
+    (theirs,) = (tmp_path / "served").glob("checkpoint-*")
+    with pytest.raises(
+        ConfigError, match="which is a server's checkpoint, and not a trainer's: give a folder"
+    ):
+        run(made(tmp_path / "kept", recovery_strategy=theirs))
+    with pytest.raises(
+        ConfigError, match=r"and a server keeps its checkpoints there \(checkpoint-000001\): give ano"
+    ):
+        run(made(tmp_path / "served"))
+    run(made(tmp_path / "kept"), epochs=1)
+    before = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    told = rf"a FaultTolerantTrainer keeps its checkpoints there \({names(tmp_path / 'kept')[0]}\)"
+    for resume in ("auto", "never", "must"):
+        with pytest.raises(ConfigError, match=told):
+            offbeat.ParameterServer(nn.Linear(6, 5), checkpoint_dir=tmp_path / "kept", resume=resume).start()
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == before
+    shutil.copy(tmp_path / "served" / "life.json", tmp_path / "kept")  # as from before that was refused
+    with pytest.raises(ConfigError, match=r"\(life\.json\): .* if no server needs them, remove them"):
+        run(made(tmp_path / "kept"))
+
+
 def test_none_begins_anew_in_an_empty_directory_or_where_it_may_overwrite(tmp_path):
     run(made(tmp_path, recovery_strategy="none"), epochs=1)
     refused = r"is 'none', and checkpoint_dir .* is not empty \(there is save-"
@@ -709,6 +733,7 @@ def test_an_end_that_is_not_good_is_gone_back_from_again_where_a_newer_good_one_
         ({"recovery_strategy": "lates"}, r"unknown recovery_strategy 'lates'; did you mean 'latest'\?"),
         ({"recovery_strategy": 3}, "unknown recovery_strategy 3"),
         ({"recovery_strategy": "best"}, "is 'best', and there is no monitor"),
+        ({"recovery_strategy": "newest"}, "did you mean 'latest'"),
         ({"monitor": "los"}, "monitor: unknown metric 'los'; did you mean 'loss'"),
         ({"monitor": 5}, "monitor: 5 is no metric: give"),
         ({"mode": "max"}, "mode is 'max', and there is no monitor"),
@@ -748,6 +773,10 @@ def test_a_setting_that_cannot_be_used_is_refused_by_name(keywords, said, tmp_pa
         (
             {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
             "ReduceLROnPlateau goes by a metric: give scheduler_metric=",
+        ),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR},
+            r"step_size.*: give functools\.partial\(StepLR, …\)",
         ),
         ({"scheduler_metric": "loss"}, "scheduler_metric is given, and no scheduler"),
         ({"scheduler_metric": ["loss", "accuracy"]}, r"scheduler_metric is \['loss', 'accuracy'\]: give one"),
@@ -1141,7 +1170,7 @@ def test_a_last_save_that_fails_is_raised_with_what_to_do(ends_by, strategy, tmp
     step = 4 if ends_by == "SIGTERM" else 5
     assert str(caught.value) == (
         f"the last checkpoint could not be written: {tmp_path / f'save-000002-step-{step}'} cannot be "
-        f"written: No space left on device; free space on the disk, or mend what else it is, and run "
+        f"written: No space left on device; mend that (a full disk needs space), and run "
         f"{again}, which goes on from {found}"
     )
     disk.is_full = False

@@ -53,9 +53,13 @@ impl Directory {
     /// Takes a directory, which is made if it is not there, and removes what a server that was killed left half done.
     ///
     /// # Errors
-    /// [`DirectoryError::Locked`] while another server has it; [`DirectoryError::Io`].
+    /// [`DirectoryError::Trainers`] where one that trains without a server has its own; [`DirectoryError::Locked`] while
+    /// another server has it; [`DirectoryError::Io`].
     pub fn open(path: &Path) -> Result<Self, DirectoryError> {
         files::create_directories(path)?;
+        if let Some(found) = folder::of_a_trainer(path)? {
+            return Err(DirectoryError::Trainers { path: path.to_owned(), found });
+        }
         let lock = ClosedInChildren::new(lock(path)?);
         for half_done in [NEW, OLD] {
             files::remove(&path.join(half_done))?;
@@ -597,6 +601,29 @@ mod tests {
         let told = Checkpoint::verified(&first, &Watch::none()).unwrap_err().to_string();
         assert!(told.contains("model.safetensors is damaged: its SHA-256 is"), "{told}");
         assert_eq!(directory.newest(Ok).unwrap_err().to_string().matches("none of the 2").count(), 1);
+    }
+
+    #[test]
+    fn a_trainer_s_directory_is_refused_and_stays_as_it_is() {
+        for (name, is_refused) in [
+            ("save-000012-step-80", true),
+            ("damaged-save-1000000-step-0", true),
+            ("save-000012-step-", false),
+            ("save-12-step-80", false),
+            ("save-best-step-80", false),
+            ("my-save-000012-step-80", false),
+        ] {
+            let place = Temporary::new();
+            fs::create_dir_all(place.0.join(name)).unwrap();
+            let told = Directory::open(&place.0).map(drop).map_err(|error| error.to_string());
+            assert_eq!(told.is_err(), is_refused, "{name}");
+            if let Err(told) = told {
+                assert!(
+                    told.contains(&format!("a FaultTolerantTrainer keeps its checkpoints there ({name})"))
+                );
+                assert_eq!(place.names(), [name]);
+            }
+        }
     }
 
     #[test]

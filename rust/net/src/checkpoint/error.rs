@@ -15,6 +15,11 @@ pub enum DirectoryError {
     )]
     Locked { path: PathBuf },
     #[error(
+        "checkpoint_dir is {}, and a FaultTolerantTrainer keeps its checkpoints there ({found}): give another directory",
+        path.display()
+    )]
+    Trainers { path: PathBuf, found: String },
+    #[error(
         "{} is damaged ({what}): see that no worker of the runs before is left, remove it and start again; checkpoints stay \
          as they are",
         path.display()

@@ -63,6 +63,23 @@ pub(super) fn set_aside(directory: &Path) -> Result<Vec<String>, DirectoryError>
     Ok(names)
 }
 
+/// A checkpoint of a `FaultTolerantTrainer` in a directory, also one that it has set aside, by its name.
+///
+/// # Errors
+/// [`DirectoryError::Io`].
+pub(super) fn of_a_trainer(directory: &Path) -> Result<Option<String>, DirectoryError> {
+    let is_number =
+        |text: &str, len: usize| text.len() >= len && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_one = |name: &str| {
+        let told = name.strip_prefix(DAMAGED).unwrap_or(name).strip_prefix("save-")?.split_once("-step-")?;
+        (is_number(told.0, 6) && is_number(told.1, 1)).then_some(())
+    };
+    let names = files::names(directory).map_err(DirectoryError::io("read", directory))?;
+    let mut found: Vec<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
+    found.sort_unstable();
+    Ok(found.into_iter().rev().find(|name| is_one(name).is_some()))
+}
+
 /// The name alone.
 pub(super) fn short(folder: &Path) -> String {
     folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
