@@ -10,7 +10,7 @@ from offbeat import log
 from offbeat.accumulator.members import Members, Total
 from offbeat.accumulator.window import brought
 from offbeat.checks import Faults, check_keys
-from offbeat.local.parameters import AT_ONCE, check_back
+from offbeat.local.parameters import check_back
 
 __all__ = ["KEYS", "check_model", "check_state", "tell_of_steps", "total_of_state", "total_state"]
 
@@ -43,13 +43,7 @@ def check_model(
         StateError: In all members, if one has not.
         ConnectionLostError: If a member is lost.
     """
-    check_back(
-        named,
-        state,
-        members.is_alike,
-        remedy="load the model's own state before this one, which was taken with this one and "
-        f"{AT_ONCE}; and after the accumulator was made, which gives the first member's model to all",
-    )
+    check_back(named, state, members.is_alike)
 
 
 def tell_of_steps(state: Mapping[str, Any], most: int, *, is_adaptive: bool) -> None:

@@ -13,7 +13,7 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.parameters import AT_ONCE, check_back, fingerprint
+from offbeat.local.parameters import check_back, fingerprint
 from offbeat.local.saved import bring_back_told, faults_of_state, state_told
 
 __all__ = ["faults_of", "state_of", "take_up"]
@@ -135,14 +135,7 @@ def _check_model(turns: Turns, state: Mapping[str, Any]) -> None:
     """
     if turns.members.has_gone_on or isinstance(turns.members, Arrivals):
         return  # the model is what others have made
-    check_back(
-        turns.named,
-        state,
-        turns.members.is_alike,
-        remedy="making an averager gives the first member's model to all, so make the averager first, then "
-        f"load the model's own state, which was taken right after the averager's and {AT_ONCE}, and then the "
-        f"averager's",
-    )
+    check_back(turns.named, state, turns.members.is_alike)
 
 
 def _resume_timing(turns: Turns, pace: Pace, overlap: bool | int) -> None:  # noqa: FBT001  as users give it

@@ -12,10 +12,14 @@ from offbeat.errors import StateError
 from offbeat.module import named_parameters
 from offbeat.naming import a_class, brief
 
-__all__ = ["AT_ONCE", "check_back", "check_same", "each_once", "fingerprint", "of_model"]
+__all__ = ["check_back", "check_same", "each_once", "fingerprint", "of_model"]
 
-AT_ONCE = "saved, or copied (copy.deepcopy), at once, as it refers to the model's own tensors"
-"""What to do with a model's state, which goes on changing with the model."""
+LOAD_IT = (
+    "load the model's own state before this one; it is to be taken right after this one, and saved, or "
+    "copied (copy.deepcopy), at once, as it refers to the model's own tensors. To make an averager, or an "
+    "accumulator of a group, gives the first member's model to all: load both after that"
+)
+"""What to do where a model has not the values that it had when a state was taken."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -51,50 +55,56 @@ def check_same(before: Named, model: nn.Module) -> None:
         )
 
 
-def fingerprint(named: Named) -> list[list[str | int]]:
-    """Tell values from others by little: each parameter's dtype, and the sum of its bits as whole numbers.
+def fingerprint(named: Named) -> list[list[Any]]:
+    """Tell values from others by little.
 
-    It is the same on each device, and computed there: only the sums leave it.
+    That is of each parameter its dtype, the sum of its bits as whole numbers, and its shape. The sum is the
+    same on each device, and computed there: only the sums leave it.
     """
     if not named:
         return []
     sums = [p.detach().reshape(-1).view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for _, p in named]
-    return [[str(p.dtype), sum_] for (_, p), sum_ in zip(named, torch.stack(sums).tolist(), strict=True)]
+    told = zip(named, torch.stack(sums).tolist(), strict=True)
+    return [[str(p.dtype), sum_, list(p.shape)] for (_, p), sum_ in told]
 
 
-def check_back(
-    named: Named, state: Mapping[str, Any], is_alike: Callable[[object], bool], *, remedy: str
-) -> None:
+def check_back(named: Named, state: Mapping[str, Any], is_alike: Callable[[object], bool] = bool) -> None:
     """See that in all members the model has the values that it had when a state was taken.
 
     Args:
         named: The model's parameters.
         state: Whose "model" is a `fingerprint`, or that has none, as older states have not.
-        is_alike: Tells whether a value is the same in all members; each has to ask.
-        remedy: What the user is to do.
+        is_alike: Tells whether a value is the same in all members; each has to ask. One alone has none.
 
     Raises:
         StateError: In all members, if one has other values.
     """
     kept = state.get("model")
-    other = None if kept is None else _first_other(named, kept)
+    other = None if kept is None else _difference(named, kept)
     are_back = is_alike(other is None)
     if other is not None:
-        raise StateError(
-            f"the model is not the one of the state: parameter {other!r} has other values: {remedy}"
-        )
+        raise StateError(f"the model is not the one of the state: {other}")
     if not are_back:
-        raise StateError(f"the model of another member is not the one of its state: {remedy}")
+        raise StateError(f"the model of another member is not the one of its state: {LOAD_IT}")
 
 
-def _first_other(named: Named, kept: Sequence[Sequence[str | int]]) -> str | None:
-    """Name the first parameter that has other values than when a `fingerprint` was taken; None: none has.
+def _difference(named: Named, kept: Sequence[Sequence[Any]]) -> str | None:
+    """Word in what a model is other than when a `fingerprint` was taken, and what to do; None: in nothing.
 
-    Of one that was cast since then nothing can be said.
+    Of the values of a parameter that was cast since then nothing can be said.
     """
-    for (name, _), (dtype, sum_), (old_dtype, old) in zip(named, fingerprint(named), kept, strict=False):
+    build_it = "build the model that was saved"
+    if len(named) != len(kept):
+        return f"it has {len(named)} parameters, and the state's had {len(kept)}: {build_it}"
+    for (name, _), (dtype, sum_, shape), (old_dtype, old, *old_shape) in zip(
+        named, fingerprint(named), kept, strict=True
+    ):
+        if old_shape not in ([], [shape]):  # older states tell none
+            return (
+                f"parameter {name!r} is of shape {shape}, and the state's was of {old_shape[0]}: {build_it}"
+            )
         if dtype == old_dtype and sum_ != old:
-            return name
+            return f"parameter {name!r} has other values: {LOAD_IT}"
     return None
 
 

@@ -15,6 +15,7 @@ from offbeat.averaging.turns import FLUSH_AGAIN
 from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import MAKE_PAIRS, check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
+from offbeat.local.parameters import check_back, each_once, fingerprint
 from offbeat.receipt import Receipt
 from offbeat.trainer.next import ENDS, check_next, meeting, next_of
 from offbeat.trainer.numerics import Numerics
@@ -253,6 +254,18 @@ class Local(Strategy):
         is_dropped = trained_by.has_dropped(workshop.model)
         tally.skipped += is_dropped
         return Made(outputs, loss, is_dropped)
+
+    def state_dict(self) -> Any:  # noqa: ANN401  a nest
+        """Tell which model it is that was trained."""
+        return {"model": fingerprint(each_once(self.workshop.model))}
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
+        """See that the model is that one. Older states, which are None, tell of none.
+
+        Raises:
+            StateError: If it is another.
+        """
+        check_back(each_once(self.workshop.model), state or {})
 
 
 class Averaged(Local):

@@ -574,7 +574,7 @@ class AsyncTrainer(Driveable):
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it;
                 nothing is changed then.
-            StateError: If members average or accumulate, and the model of one is not that of its state.
+            StateError: If the model, or that of another member, is not that of its state.
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop

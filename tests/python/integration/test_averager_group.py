@@ -953,6 +953,6 @@ def test_a_state_is_refused_in_all_members_where_making_the_averager_has_overwri
     assert second[0].startswith(
         "the model is not the one of the state: parameter '0.weight' has other values"
     )
-    assert "make the averager first, then load the model's own state" in second[0]
+    assert "gives the first member's model to all: load both after that" in second[0]
     assert (first[1], second[1]) == (0, 0), "nothing is changed"
     assert together(loading_in_an_order, 2, False, strict) == [(True, 6)] * 2

@@ -431,7 +431,7 @@ def test_a_state_with_an_optimizers_says_where_to_give_one_and_changes_nothing()
         match=r"is of method Average\(\), and here it is DiLoCo\(lr=.*; there is no optimizer",
     ):
         offbeat.AsyncModelAverager(model(), method="diloco").load_state_dict(state)
-    with pytest.raises(StateError, match=r"parameter '0\.weight' has other values: .* load the model's own"):
+    with pytest.raises(StateError, match=r"parameter '0\.weight' has other values: load the model's own"):
         other.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
     assert (other.iterations, other.optimizer) == (0, None)
     other.model.load_state_dict(ours.model.state_dict())

@@ -1,5 +1,6 @@
 """Validation within a `FaultTolerantTrainer`: it goes on after a crash, and leaves no trace in training."""
 
+import copy
 import dataclasses
 import functools
 import os
@@ -149,7 +150,7 @@ def test_the_state_of_the_trainer_has_the_run_s_history_too(tmp_path):
     _, history, trainer = life(tmp_path)
     state = trainer.state_dict()
     assert state["history"] == dataclasses.asdict(history)
-    again = offbeat.AsyncTrainer(net(), local_batch_size=8)
+    again = offbeat.AsyncTrainer(copy.deepcopy(trainer.model), local_batch_size=8)
     again.load_state_dict(state, optimizer=optim.Adam(lr=0.01))
     assert again.history == history == trainer.history
 

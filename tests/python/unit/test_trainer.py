@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 import logging
 import random
@@ -597,6 +598,46 @@ def test_the_warm_up_is_of_the_trainers_first_epochs():
 def test_what_is_no_state_at_all_is_refused(state, told):
     with pytest.raises(ConfigError, match=rf"the state is {told}: give what .*state_dict"):
         offbeat.AsyncTrainer(model(), strategy="local").load_state_dict(state)
+
+
+@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ((6, 8, 5), "parameter '0.weight' has other values: load the model's own state before this one"),
+        (
+            (6, 9, 5),
+            "parameter '0.weight' is of shape [9, 6], and the state's was of [8, 6]: build the model ",
+        ),
+        ((6, 8, 8, 5), "the optimizer's groups have [6] parameters, and the state's [4]"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_and_goes_into_that_one(strategy, others, told):
+    def layers(*sizes):
+        return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+
+    ours = offbeat.AsyncTrainer(layers(6, 8, 5), strategy=strategy)
+    train(ours, optim.SGD(lr=0.1, momentum=0.9), epochs=1)
+    state, values = copy.deepcopy((ours.state_dict(), ours.model.state_dict()))
+    other = offbeat.AsyncTrainer(layers(*others), strategy=strategy)
+    with pytest.raises((StateError, ConfigError), match=re.escape(told)):
+        other.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
+    own = other if others == (6, 8, 5) else offbeat.AsyncTrainer(layers(6, 8, 5), strategy=strategy)
+    own.model.load_state_dict(values)
+    own.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
+    for trainer in (ours, own):
+        train(trainer, None, epochs=1)
+    for name, value in ours.model.state_dict().items():
+        assert torch.equal(own.model.state_dict()[name], value)
+
+
+def test_a_state_of_before_tells_of_no_model_and_is_taken():
+    ours, other = (offbeat.AsyncTrainer(plain()) for _ in range(2))
+    train(ours, optim.SGD(lr=0.1), epochs=1)
+    state = ours.state_dict()
+    assert state["stage"]["work"]["model"]
+    other.load_state_dict(state | {"stage": state["stage"] | {"work": None}}, optimizer=optim.SGD(lr=0.1))
+    assert other.history.steps == ours.history.steps
 
 
 def test_every_state_has_what_is_looked_for():

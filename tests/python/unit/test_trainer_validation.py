@@ -1,5 +1,6 @@
 """`train(validation=)`: measured after each epoch on other data, without a trace in training."""
 
+import copy
 import functools
 import logging
 import threading
@@ -292,7 +293,7 @@ def test_a_generator_that_both_loaders_have_is_moved_by_training_alone():
 def test_a_state_has_it():
     ours = offbeat.AsyncTrainer(model())
     history = train(ours, validation=OTHER)
-    again = offbeat.AsyncTrainer(model())
+    again = offbeat.AsyncTrainer(copy.deepcopy(ours.model))
     again.load_state_dict(ours.state_dict(), optimizer=optim.Adam(lr=0.01))
     assert again.history == history
     assert again.history.validation[2].epoch == 2
