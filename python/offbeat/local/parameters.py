@@ -12,7 +12,7 @@ from offbeat.errors import StateError
 from offbeat.module import named_parameters
 from offbeat.naming import a_class, brief
 
-__all__ = ["check_back", "check_same", "each_once", "fingerprint", "of_model"]
+__all__ = ["check_back", "check_same", "each_once", "fingerprint", "of_model", "other_shape", "other_values"]
 
 LOAD_IT = (
     "load the model's own state before this one; it is to be taken right after this one, and saved, or "
@@ -23,6 +23,8 @@ LOAD_IT = (
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
+PIECE = 2**20
+"""Of a tensor's values."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """By bytes of a value: as what its bits are read."""
 
@@ -59,13 +61,25 @@ def fingerprint(named: Named) -> list[list[Any]]:
     """Tell values from others by little.
 
     That is of each parameter its dtype, the sum of its bits as whole numbers, and its shape. The sum is the
-    same on each device, and computed there: only the sums leave it.
+    same on each device, and computed there: only the sums leave it. Of one whose bits cannot be read, as a
+    sparse or a quantized one that is frozen, it is None.
     """
-    if not named:
-        return []
-    sums = [p.detach().reshape(-1).view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for _, p in named]
-    told = zip(named, torch.stack(sums).tolist(), strict=True)
-    return [[str(p.dtype), sum_, list(p.shape)] for (_, p), sum_ in told]
+    sums = [_sum_of_bits(p) for _, p in named]
+    there = [sum_ for sum_ in sums if sum_ is not None]
+    told = iter(torch.stack(there).tolist() if there else ())
+    return [
+        [str(p.dtype), None if sum_ is None else next(told), list(p.shape)]
+        for (_, p), sum_ in zip(named, sums, strict=True)
+    ]
+
+
+def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor | None:
+    try:
+        bits = parameter.detach().reshape(-1).view(INTEGERS[parameter.element_size()])
+        # In pieces, as torch makes int64 of all that it sums to one.
+        return torch.stack([piece.sum(dtype=torch.int64) for piece in torch.split(bits, PIECE)]).sum()
+    except RuntimeError:  # what a tensor of another layout or kind says to any of these
+        return None
 
 
 def check_back(named: Named, state: Mapping[str, Any], is_alike: Callable[[object], bool] = bool) -> None:
@@ -80,7 +94,9 @@ def check_back(named: Named, state: Mapping[str, Any], is_alike: Callable[[objec
         StateError: In all members, if one has other values.
     """
     kept = state.get("model")
-    other = None if kept is None else _difference(named, kept)
+    other = None if kept is None else other_shape(named, kept)
+    if kept is not None and other is None and (name := other_values(named, kept)) is not None:
+        other = f"parameter {name!r} has other values: {LOAD_IT}"
     are_back = is_alike(other is None)
     if other is not None:
         raise StateError(f"the model is not the one of the state: {other}")
@@ -88,23 +104,30 @@ def check_back(named: Named, state: Mapping[str, Any], is_alike: Callable[[objec
         raise StateError(f"the model of another member is not the one of its state: {LOAD_IT}")
 
 
-def _difference(named: Named, kept: Sequence[Sequence[Any]]) -> str | None:
-    """Word in what a model is other than when a `fingerprint` was taken, and what to do; None: in nothing.
+def other_shape(named: Named, kept: Sequence[Sequence[Any]]) -> str | None:
+    """Word in what a model is built otherwise than when a `fingerprint` was taken; None: in nothing.
 
-    Of the values of a parameter that was cast since then nothing can be said.
+    Older ones tell of no shapes.
     """
     build_it = "build the model that was saved"
     if len(named) != len(kept):
         return f"it has {len(named)} parameters, and the state's had {len(kept)}: {build_it}"
-    for (name, _), (dtype, sum_, shape), (old_dtype, old, *old_shape) in zip(
-        named, fingerprint(named), kept, strict=True
+    for (name, p), (_, _, *shapes) in zip(named, kept, strict=True):
+        if shapes and shapes[0] != (shape := list(p.shape)):
+            return f"parameter {name!r} is of shape {shape}, and the state's was of {shapes[0]}: {build_it}"
+    return None
+
+
+def other_values(named: Named, kept: Sequence[Sequence[Any]]) -> str | None:
+    """Name the first parameter that has other values than when a `fingerprint` was taken; None: none has.
+
+    Of one that was cast since then, or whose bits cannot be read, nothing can be said.
+    """
+    for (name, _), (dtype, sum_, _), (old_dtype, old, *_) in zip(
+        named, fingerprint(named), kept, strict=False
     ):
-        if old_shape not in ([], [shape]):  # older states tell none
-            return (
-                f"parameter {name!r} is of shape {shape}, and the state's was of {old_shape[0]}: {build_it}"
-            )
-        if dtype == old_dtype and sum_ != old:
-            return f"parameter {name!r} has other values: {LOAD_IT}"
+        if dtype == old_dtype and None not in (sum_, old) and sum_ != old:
+            return name
     return None
 
 

@@ -208,7 +208,8 @@ def scheduler_of(given: Any, optimizer: torch.optim.Optimizer) -> Any:  # noqa: 
     try:
         made = given(optimizer)
     except (TypeError, ValueError) as error:
-        needs_more = f": give functools.partial({given.__name__}, …) of it" if isinstance(given, type) else ""
+        is_short = isinstance(given, type) and "required positional argument" in str(error)
+        needs_more = f": give functools.partial({given.__name__}, …) of it" if is_short else ""
         raise ConfigError(
             f"scheduler {given!r} cannot be made for this optimizer: {error}{needs_more}"
         ) from error

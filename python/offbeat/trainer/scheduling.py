@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat import log, process
 from offbeat.checks import Faults
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, OffbeatError
 from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, MetricObject, meters
 from offbeat.naming import unknown
@@ -134,7 +134,7 @@ def shared_faults(metric: object, others: Sequence[object]) -> list[str]:
 
 @contextmanager
 def as_it_was_if_refused(live: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Undo what making a scheduler does to its optimizer, where that is refused in here.
+    """Undo what making a scheduler does to its optimizer, where that, or what comes after, fails in here.
 
     Most set the learning rate at once, and each puts its own step around the optimizer's.
     """
@@ -145,7 +145,7 @@ def as_it_was_if_refused(live: torch.optim.Optimizer | None) -> Iterator[None]:
     groups = [{name: _copied(name, value) for name, value in group.items()} for group in live.param_groups]
     try:
         yield
-    except ConfigError:
+    except OffbeatError:
         vars(live).clear()
         vars(live).update(own)
         for group, before in zip(live.param_groups, groups, strict=True):

@@ -9,6 +9,7 @@ from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
 from offbeat.averaging.methods import Method
 from offbeat.errors import OtherTermsError, StateError
+from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Served
@@ -125,11 +126,17 @@ class Stage:
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
         """Word why a state does not fit."""
-        if state is None or (own := shown_kind(kind_at(self.schedule, state["epoch"]))) == state["kind"]:
+        if state is None:
             return []
-        return [
-            f"in epoch {state['epoch']} the strategy is {own}, and the state's was {state['kind']}: give that"
-        ]
+        if (own := shown_kind(kind_at(self.schedule, state["epoch"]))) != state["kind"]:
+            was = f"the state's was {state['kind']}"
+            return [f"in epoch {state['epoch']} the strategy is {own}, and {was}: give that"]
+        kept = state["work"].get("model") if isinstance(state["work"], dict) else None
+        named = each_once(self._workshop.model)
+        # Where there are more or fewer, others may be frozen: whoever goes on with the work sees to that.
+        if kept is None or len(kept) != len(named) or (other := other_shape(named, kept)) is None:
+            return []
+        return [f"the model is not the one of the state: {other}"]
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Make what was at work, with what it had; it has not begun. The model stays as it is."""

@@ -15,7 +15,7 @@ from offbeat.averaging.turns import FLUSH_AGAIN
 from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import MAKE_PAIRS, check_any, count, moved, split
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
-from offbeat.local.parameters import check_back, each_once, fingerprint
+from offbeat.local.parameters import each_once, fingerprint, other_values
 from offbeat.receipt import Receipt
 from offbeat.trainer.next import ENDS, check_next, meeting, next_of
 from offbeat.trainer.numerics import Numerics
@@ -259,13 +259,18 @@ class Local(Strategy):
         """Tell which model it is that was trained."""
         return {"model": fingerprint(each_once(self.workshop.model))}
 
-    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
-        """See that the model is that one. Older states, which are None, tell of none.
+    def state_of_now(self) -> Any:  # noqa: ANN401  a nest
+        """Tell nothing of it: who asks keeps the model itself."""
+        return None
 
-        Raises:
-            StateError: If it is another.
-        """
-        check_back(each_once(self.workshop.model), state or {})
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
+        """Warn if the model has other values, which may be meant here, where nobody else has the same."""
+        name = None if state is None else other_values(each_once(self.workshop.model), state["model"])
+        if name is not None:
+            log.warn(
+                f"the model is not the one of the state: parameter {name!r} has other values. Load the "
+                f"model's own state, as of when the trainer's was taken, unless these are meant"
+            )
 
 
 class Averaged(Local):

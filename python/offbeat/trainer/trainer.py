@@ -15,7 +15,7 @@ from offbeat import log, trained_by
 from offbeat.averaging.methods import Method
 from offbeat.averaging.settings import Backend
 from offbeat.checks import Faults, at_least_one, check_keys, of_seed, of_worker_id, refuse, strings
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, OffbeatError
 from offbeat.history import History
 from offbeat.launchers import find
 from offbeat.local import LocalOptimizer
@@ -574,7 +574,8 @@ class AsyncTrainer(Driveable):
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it;
                 nothing is changed then.
-            StateError: If the model, or that of another member, is not that of its state.
+            StateError: If members average or accumulate, and the model of one is not that of its state. One
+                that trains alone is warned, as other values may be meant there.
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop
@@ -593,11 +594,8 @@ class AsyncTrainer(Driveable):
                 if scheduled is not None:
                     faults += faults_of_kind("scheduler", scheduled[1], state)
             refuse(faults)
+            self._take_up(state["stage"], live)
         self._optimizer, self._scheduled = chosen, scheduled
-        if live is not None:
-            workshop.live = live
-            workshop.given = live if workshop.given is None else workshop.given
-        self._stage.load_state_dict(state["stage"])
         if live is not None and state["optimizer"] is not None:
             bring_back_told(chosen, state, is_new=is_new)
         if scheduled is not None and state["scheduler"] is not None:
@@ -607,6 +605,20 @@ class AsyncTrainer(Driveable):
         workshop.tally.steps, workshop.tally.skipped = state["steps"], state["skipped"]
         self._epochs_begun = state["epochs"]
         self._history, self._shown = History.of(state["history"]), None
+
+    def _take_up(self, stage: dict[str, Any] | None, live: torch.optim.Optimizer | None) -> None:
+        """Make what was at work, for which the optimizer has to be there; where it is refused neither is."""
+        workshop = self._workshop
+        before = workshop.live, workshop.given
+        if live is not None:
+            workshop.live = live
+            workshop.given = live if workshop.given is None else workshop.given
+        try:
+            self._stage.load_state_dict(stage)
+        except OffbeatError as failure:
+            self._stage.close(failure)
+            workshop.live, workshop.given = before
+            raise
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """Word why a state does not fit this trainer; nothing if it does. For `FaultTolerantTrainer`.

@@ -5,12 +5,16 @@ import torch
 from torch import nn
 
 from offbeat.errors import StateError
-from offbeat.local.parameters import check_back, each_once, fingerprint
+from offbeat.local.parameters import PIECE, check_back, each_once, fingerprint
 
 
 def model(*sizes, seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(6, size) for size in sizes))
+
+
+def conjugate(values):
+    return torch.complex(values, values).conj()
 
 
 def older(kept):
@@ -45,6 +49,32 @@ def test_a_model_is_told_from_another_and_in_what(other, told):
         check_back(named, {"model": kept})
     with pytest.raises(StateError, match=r"has other values|has 2 parameters"):
         check_back(named, {"model": older(kept)})
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, conjugate])
+def test_of_one_whose_bits_cannot_be_read_nothing_is_said_but_its_shape(kind):
+    def frozen(*shape, seed, kind=kind):
+        torch.manual_seed(seed)
+        return [("w", nn.Parameter(kind(torch.randn(*shape)), requires_grad=False)), *each_once(model(8))]
+
+    kept = fingerprint(frozen(3, 4, seed=0))
+    assert (kept[0][1], None in kept[1]) == (None, False)
+    check_back(frozen(3, 4, seed=1), {"model": kept})
+    dense = frozen(3, 4, seed=1, kind=lambda values: kind(values).to_dense().resolve_conj())
+    assert fingerprint(dense)[0][1] is not None
+    check_back(dense, {"model": kept})
+    with pytest.raises(
+        StateError, match=r"parameter 'w' is of shape \[4, 4\], and the state's was of \[3, 4\]"
+    ):
+        check_back(frozen(4, 4, seed=0), {"model": kept})
+
+
+def test_a_sum_is_of_all_bits_and_made_in_pieces():
+    values = torch.arange(3 * PIECE + 5, dtype=torch.float32)
+    (one,) = fingerprint([("w", nn.Parameter(values))])
+    assert one == ["torch.float32", int(values.view(torch.int32).to(torch.int64).sum()), [len(values)]]
+    assert fingerprint([("w", nn.Parameter(torch.empty(0, 3)))]) == [["torch.float32", 0, [0, 3]]]
+    assert fingerprint([]) == []
 
 
 def test_each_member_asks_the_others_and_hears_of_theirs():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import offbeat
 from offbeat import averaging, optim
@@ -40,6 +40,10 @@ def model(seed=0):
 def plain():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+
+
+def layers(*sizes):
+    return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
 
 
 def batch(number, size=7, scale=1.0):
@@ -600,35 +604,60 @@ def test_what_is_no_state_at_all_is_refused(state, told):
         offbeat.AsyncTrainer(model(), strategy="local").load_state_dict(state)
 
 
-@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
-@pytest.mark.parametrize(
-    ("others", "told"),
-    [
-        ((6, 8, 5), "parameter '0.weight' has other values: load the model's own state before this one"),
-        (
-            (6, 9, 5),
-            "parameter '0.weight' is of shape [9, 6], and the state's was of [8, 6]: build the model ",
-        ),
-        ((6, 8, 8, 5), "the optimizer's groups have [6] parameters, and the state's [4]"),
-    ],
-)
-def test_a_state_of_another_model_is_refused_and_goes_into_that_one(strategy, others, told):
-    def layers(*sizes):
-        return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+OTHERS = {
+    (6, 8, 5): "parameter '0.weight' has other values: load the model's own state before this one",
+    (6, 9, 5): "parameter '0.weight' is of shape [9, 6], and the state's was of [8, 6]: build the model that",
+    (6, 8, 8, 5): "the optimizer's groups have [6] parameters, and the state's [4]",
+}
 
-    ours = offbeat.AsyncTrainer(layers(6, 8, 5), strategy=strategy)
-    train(ours, optim.SGD(lr=0.1, momentum=0.9), epochs=1)
+
+@pytest.mark.parametrize(
+    ("strategy", "others"),
+    [(one, other) for one in ("local", "average", "accumulate") for other in OTHERS][1:],
+)
+def test_a_state_of_another_model_is_refused_and_goes_into_that_one(strategy, others):
+    often = {} if strategy == "local" else {"regular_sync_frequency": 3}
+    made = functools.partial(offbeat.AsyncTrainer, strategy=strategy, **often)
+    ours = made(layers(6, 8, 5))
+    schedule = functools.partial(LinearLR, start_factor=0.1)
+    train(ours, optim.SGD(lr=0.1, momentum=0.9), epochs=1, scheduler=schedule)
     state, values = copy.deepcopy((ours.state_dict(), ours.model.state_dict()))
-    other = offbeat.AsyncTrainer(layers(*others), strategy=strategy)
-    with pytest.raises((StateError, ConfigError), match=re.escape(told)):
-        other.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
-    own = other if others == (6, 8, 5) else offbeat.AsyncTrainer(layers(6, 8, 5), strategy=strategy)
+    other = made(layers(*others))
+    live = torch.optim.SGD(other.model.parameters(), lr=0.1, momentum=0.9)
+    group = dict(live.param_groups[0])
+    with pytest.raises((StateError, ConfigError), match=re.escape(OTHERS[others])):
+        other.load_state_dict(state, optimizer=live, scheduler=schedule)
+    assert live.param_groups == [group]
+    assert (other.optimizer, other.history.steps, live.state) == (None, 0, {})
+    assert other.state_dict()["stage"] is None
+    with pytest.raises(ConfigError, match="there is no optimizer: give optimizer="):
+        train(other, None)
+    train(other, optim.Adam(lr=0.01), epochs=1)  # as if nothing had been
+    assert type(other.optimizer) is torch.optim.Adam
+    own = made(layers(6, 8, 5))
     own.model.load_state_dict(values)
-    own.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
+    own.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9), scheduler=schedule)
     for trainer in (ours, own):
         train(trainer, None, epochs=1)
-    for name, value in ours.model.state_dict().items():
-        assert torch.equal(own.model.state_dict()[name], value)
+    assert same(own.model, ours.model)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_that_trains_alone_is_warned_of_other_values_which_may_be_meant(seed, caplog):
+    ours = offbeat.AsyncTrainer(plain())
+    train(ours, optim.SGD(lr=0.1, momentum=0.9), epochs=1)
+    state, values = copy.deepcopy((ours.state_dict(), ours.model.state_dict()))
+    other = offbeat.AsyncTrainer(plain())
+    if seed == 0:
+        other.model.load_state_dict(values)
+    other.load_state_dict(state, optimizer=optim.SGD(lr=0.1, momentum=0.9))
+    told = "the model is not the one of the state: parameter '0.weight' has other values. Load the "
+    assert (told in caplog.text) == (seed == 1)
+    assert other.state_of_now()["stage"]["work"] is None  # who asks for this has the model itself
+    other.model.load_state_dict(values)  # later on will do as well
+    for trainer in (ours, other):
+        train(trainer, None, epochs=1)
+    assert same(other.model, ours.model)
 
 
 def test_a_state_of_before_tells_of_no_model_and_is_taken():
