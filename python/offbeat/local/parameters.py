@@ -74,11 +74,13 @@ def fingerprint(named: Named) -> list[list[Any]]:
 
 
 def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor | None:
+    if parameter.is_quantized or parameter.layout != torch.strided:  # some of torch's views of these crash
+        return None
     try:
         bits = parameter.detach().reshape(-1).view(INTEGERS[parameter.element_size()])
         # In pieces, as torch makes int64 of all that it sums to one.
         return torch.stack([piece.sum(dtype=torch.int64) for piece in torch.split(bits, PIECE)]).sum()
-    except RuntimeError:  # what a tensor of another layout or kind says to any of these
+    except RuntimeError:  # what one of another kind says to any of these
         return None
 
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offbeat import log, process
 from offbeat.checks import Faults
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
 from offbeat.metrics import Meter, Metric, MetricObject, meters
 from offbeat.naming import unknown
@@ -141,13 +141,17 @@ def as_it_was_if_refused(live: torch.optim.Optimizer | None) -> Iterator[None]:
     if live is None:
         yield
         return
-    own = dict(vars(live))
+    own, held = dict(vars(live)), vars(live).get("state")  # which one around another may not have
+    entries = dict(held) if isinstance(held, dict) else {}
     groups = [{name: _copied(name, value) for name, value in group.items()} for group in live.param_groups]
     try:
         yield
-    except OffbeatError:
+    except BaseException:
         vars(live).clear()
         vars(live).update(own)
+        if isinstance(held, dict):
+            held.clear()
+            held.update(entries)
         for group, before in zip(live.param_groups, groups, strict=True):
             group.clear()
             group.update(before)

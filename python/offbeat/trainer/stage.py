@@ -131,11 +131,11 @@ class Stage:
         if (own := shown_kind(kind_at(self.schedule, state["epoch"]))) != state["kind"]:
             was = f"the state's was {state['kind']}"
             return [f"in epoch {state['epoch']} the strategy is {own}, and {was}: give that"]
-        kept = state["work"].get("model") if isinstance(state["work"], dict) else None
-        named = each_once(self._workshop.model)
-        # Where there are more or fewer, others may be frozen: whoever goes on with the work sees to that.
-        if kept is None or len(kept) != len(named) or (other := other_shape(named, kept)) is None:
-            return []
+        if own != shown_kind("local") or state["work"] is None:
+            return []  # members ask one another, in `load_state_dict`; older states tell of no model
+        named, kept = each_once(self._workshop.model), state["work"]["model"]
+        if len(kept) != len(named) or (other := other_shape(named, kept)) is None:
+            return []  # of more or fewer it is told then: these may be frozen
         return [f"the model is not the one of the state: {other}"]
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -264,13 +264,20 @@ class Local(Strategy):
         return None
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
-        """Warn if the model has other values, which may be meant here, where nobody else has the same."""
-        name = None if state is None else other_values(each_once(self.workshop.model), state["model"])
-        if name is not None:
-            log.warn(
-                f"the model is not the one of the state: parameter {name!r} has other values. Load the "
-                f"model's own state, as of when the trainer's was taken, unless these are meant"
-            )
+        """Warn if the model is another, which may be meant here, where nobody else has the same."""
+        if state is None:
+            return
+        named, kept = each_once(self.workshop.model), state["model"]
+        if len(named) != len(kept):
+            other = f"it has {len(named)} parameters, and the state's had {len(kept)}"
+        elif (name := other_values(named, kept)) is not None:
+            other = f"parameter {name!r} has other values"
+        else:
+            return
+        log.warn(
+            f"the model is not the one of the state: {other}. Load the model's own state, as of when the "
+            f"trainer's was taken, unless this is meant"
+        )
 
 
 class Averaged(Local):

@@ -15,7 +15,7 @@ from offbeat import log, trained_by
 from offbeat.averaging.methods import Method
 from offbeat.averaging.settings import Backend
 from offbeat.checks import Faults, at_least_one, check_keys, of_seed, of_worker_id, refuse, strings
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError
 from offbeat.history import History
 from offbeat.launchers import find
 from offbeat.local import LocalOptimizer
@@ -572,10 +572,10 @@ class AsyncTrainer(Driveable):
             scheduler: As in `train`, likewise.
 
         Raises:
-            ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it;
-                nothing is changed then.
+            ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it.
             StateError: If members average or accumulate, and the model of one is not that of its state. One
-                that trains alone is warned, as other values may be meant there.
+                that trains alone is warned, as other values may be meant there. Optimizer and scheduler are
+                as they were after any error; what was at work before may have ended.
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop
@@ -615,7 +615,7 @@ class AsyncTrainer(Driveable):
             workshop.given = live if workshop.given is None else workshop.given
         try:
             self._stage.load_state_dict(stage)
-        except OffbeatError as failure:
+        except BaseException as failure:
             self._stage.close(failure)
             workshop.live, workshop.given = before
             raise

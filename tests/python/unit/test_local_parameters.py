@@ -13,6 +13,14 @@ def model(*sizes, seed=0):
     return nn.Sequential(*(nn.Linear(6, size) for size in sizes))
 
 
+def quantized(values):
+    return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+
+
+def of_values(tensor):
+    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense().resolve_conj()
+
+
 def conjugate(values):
     return torch.complex(values, values).conj()
 
@@ -51,7 +59,8 @@ def test_a_model_is_told_from_another_and_in_what(other, told):
         check_back(named, {"model": older(kept)})
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, conjugate])
+@pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, conjugate, quantized])
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_of_one_whose_bits_cannot_be_read_nothing_is_said_but_its_shape(kind):
     def frozen(*shape, seed, kind=kind):
         torch.manual_seed(seed)
@@ -60,7 +69,7 @@ def test_of_one_whose_bits_cannot_be_read_nothing_is_said_but_its_shape(kind):
     kept = fingerprint(frozen(3, 4, seed=0))
     assert (kept[0][1], None in kept[1]) == (None, False)
     check_back(frozen(3, 4, seed=1), {"model": kept})
-    dense = frozen(3, 4, seed=1, kind=lambda values: kind(values).to_dense().resolve_conj())
+    dense = frozen(3, 4, seed=1, kind=lambda values: of_values(kind(values)))
     assert fingerprint(dense)[0][1] is not None
     check_back(dense, {"model": kept})
     with pytest.raises(

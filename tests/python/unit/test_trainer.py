@@ -19,6 +19,7 @@ import offbeat
 from offbeat import averaging, optim
 from offbeat.errors import ConfigError, StateError
 from offbeat.trainer.settings import Sync, Syncs
+from offbeat.trainer.stage import Stage
 from offbeat.trainer.trainer import KEYS
 
 LOSS = nn.CrossEntropyLoss()
@@ -640,6 +641,48 @@ def test_a_state_of_another_model_is_refused_and_goes_into_that_one(strategy, ot
     for trainer in (ours, own):
         train(trainer, None, epochs=1)
     assert same(own.model, ours.model)
+
+
+@pytest.mark.parametrize("error", [StateError, RuntimeError, KeyboardInterrupt])
+def test_what_breaks_off_while_a_state_is_taken_up_leaves_the_optimizer_as_it_was(error, monkeypatch):
+    def broken(stage, state):
+        del state
+        stage._workshop.live.state.clear()  # as where members of a group accumulate
+        raise error
+
+    ours = offbeat.AsyncTrainer(plain())
+    train(ours, optim.SGD(lr=0.1, momentum=0.9), epochs=1)
+    state, momenta = copy.deepcopy(ours.state_dict()), copy.deepcopy([*ours.optimizer.state.values()])
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage, "load_state_dict", broken)
+        with pytest.raises(error):
+            ours.load_state_dict(state)
+    assert len(momenta) == 4
+    for entry, before in zip(ours.optimizer.state.values(), momenta, strict=True):
+        assert torch.equal(entry["momentum_buffer"], before["momentum_buffer"])
+    ours.load_state_dict(state)
+    train(ours, None, epochs=1)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_more_or_fewer_parameters_beside_what_is_trained_are_warned_of(num, caplog):
+    def with_frozen(num):
+        head = layers(6, 5)
+        return nn.Sequential(head, *(nn.Linear(5, 5).requires_grad_(False) for _ in range(num))), head
+
+    state = None
+    for many in (2, num):
+        built, head = with_frozen(many)
+        trainer, live = offbeat.AsyncTrainer(built), torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
+        if state is not None:
+            trainer.load_state_dict(state, optimizer=live)
+        train(trainer, live, epochs=1)
+        state = copy.deepcopy(trainer.state_dict())
+    assert (
+        f"the model is not the one of the state: it has {2 + 2 * num} parameters, and the state's had 6"
+        in (caplog.text)
+    )
+    assert "other values" not in caplog.text
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -16,7 +16,7 @@ pub enum DirectoryError {
     Locked { path: PathBuf },
     #[error(
         "checkpoint_dir is {}, and a FaultTolerantTrainer keeps its checkpoints there ({found}): give another directory; or, \
-         if no trainer needs them, move all that is called save-… away",
+         if no trainer needs them, move all that is called save-… or damaged-save-… away",
         path.display()
     )]
     Trainers { path: PathBuf, found: String },
