@@ -143,7 +143,8 @@ def as_it_was_if_refused(live: torch.optim.Optimizer | None) -> Iterator[None]:
         return
     own, held = dict(vars(live)), vars(live).get("state")  # which one around another may not have
     entries = dict(held) if isinstance(held, dict) else {}
-    groups = [{name: _copied(name, value) for name, value in group.items()} for group in live.param_groups]
+    there = list(live.param_groups)
+    groups = [{name: _copied(name, value) for name, value in group.items()} for group in there]
     try:
         yield
     except BaseException:
@@ -152,7 +153,8 @@ def as_it_was_if_refused(live: torch.optim.Optimizer | None) -> Iterator[None]:
         if isinstance(held, dict):
             held.clear()
             held.update(entries)
-        for group, before in zip(live.param_groups, groups, strict=True):
+        live.param_groups[:] = there
+        for group, before in zip(there, groups, strict=True):
             group.clear()
             group.update(before)
         raise

@@ -128,15 +128,18 @@ class Stage:
         """Word why a state does not fit."""
         if state is None:
             return []
-        if (own := shown_kind(kind_at(self.schedule, state["epoch"]))) != state["kind"]:
+        kind = kind_at(self.schedule, state["epoch"])
+        if (own := shown_kind(kind)) != state["kind"]:
             was = f"the state's was {state['kind']}"
             return [f"in epoch {state['epoch']} the strategy is {own}, and {was}: give that"]
-        if own != shown_kind("local") or state["work"] is None:
-            return []  # members ask one another, in `load_state_dict`; older states tell of no model
-        named, kept = each_once(self._workshop.model), state["work"]["model"]
-        if len(kept) != len(named) or (other := other_shape(named, kept)) is None:
-            return []  # of more or fewer it is told then: these may be frozen
-        return [f"the model is not the one of the state: {other}"]
+        kept = state["work"].get("model") if isinstance(state["work"], dict) else None
+        if kept is None or self._workshop.places.need_group([kind]):
+            return []  # older states tell of none; members of a group ask one another, in `load_state_dict`
+        named = each_once(self._workshop.model)
+        if kind == "local" and len(kept) != len(named):
+            return []  # some may be frozen: of these there is a warning
+        other = other_shape(named, kept)
+        return [] if other is None else [f"the model is not the one of the state: {other}"]
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Make what was at work, with what it had; it has not begun. The model stays as it is."""

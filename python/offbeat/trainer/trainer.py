@@ -574,8 +574,8 @@ class AsyncTrainer(Driveable):
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it.
             StateError: If members average or accumulate, and the model of one is not that of its state. One
-                that trains alone is warned, as other values may be meant there. Optimizer and scheduler are
-                as they were after any error; what was at work before may have ended.
+                that trains alone is warned, as other values may be meant there. What is refused leaves the
+                optimizer as it was; what was at work before may have ended.
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop

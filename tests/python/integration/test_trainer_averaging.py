@@ -1,5 +1,7 @@
 """AsyncTrainer with members that average at a server: they come, go and die without stopping one another."""
 
+import copy
+import itertools
 import json
 import os
 import signal
@@ -11,7 +13,7 @@ from torch import nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import StateError
+from offbeat.errors import ConfigError, StateError
 from support.averaging import arrays, model, warned
 from support.group import together
 from support.ports import free_port
@@ -302,6 +304,32 @@ def test_one_at_a_server_is_the_averager_by_hand(asynchronous):
     with offbeat.ParameterServer(transaction="model") as server:
         by_hand(theirs, server.address, asynchronous)
     assert all(map(np.array_equal, arrays(ours), arrays(theirs)))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("sizes", [(6, 9, 5), (6, 8, 8, 5)])
+def test_a_state_of_a_model_of_other_shapes_is_refused_before_its_member_comes_to_the_server(
+    sizes, asynchronous
+):
+    def made(at, *sizes):
+        layers = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+        how = {"strategy": "diloco", "overlap": False, "asynchronous": asynchronous}
+        return offbeat.AsyncTrainer(layers, 0, 3, 4, server_address=at.address, **how)
+
+    with offbeat.ParameterServer(transaction="model") as server, made(server, 6, 8, 5) as ours:
+        fit(ours, data_of(0, 8))
+        state, values = copy.deepcopy((ours.state_dict(), ours.model.state_dict()))
+    with offbeat.ParameterServer(transaction="model") as server:
+        with (
+            made(server, *sizes) as other,
+            pytest.raises(ConfigError, match="build the model that was saved"),
+        ):
+            other.load_state_dict(state | {"optimizer": None, "scheduler": None})
+        with made(server, 6, 8, 5) as own:  # for whom it has no model yet
+            own.model.load_state_dict(values)
+            own.load_state_dict(state, optimizer=SPEC)
+            fit(own, data_of(0, 8))
+            assert own.history.steps == 8
 
 
 def test_the_server_s_address_may_come_from_the_environment(server, monkeypatch):
