@@ -157,7 +157,8 @@ class ParameterServer(process.Live):
             AddressInUseError: If the port is taken, or that of the metrics.
             CheckpointError: If `checkpoint_dir` or what is in it cannot be used.
             ConfigError: If the checkpoint is of another run, or its workers had live optimizers and the
-                settings given here are for the server's.
+                settings given here are for the server's; or if `checkpoint_dir` is a
+                `FaultTolerantTrainer`'s.
             ModelMismatchError: If the model is not the checkpoint's.
             StateError: If it was started before.
         """

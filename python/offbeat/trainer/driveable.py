@@ -23,7 +23,7 @@ from offbeat.trainer.scheduling import Given as GivenScheduler
 from offbeat.trainer.scheduling import (
     Interval,
     Scheduling,
-    as_it_was_if_refused,
+    as_it_was_after_failure,
     faults_of_scheduler,
     scheduling_of,
 )
@@ -169,7 +169,7 @@ class Driveable:
         faults += faults_of_scheduler(*asked)
         faults += trained_by.part_members(workshop.model) if self._places.share_updates(kinds) else []
         scheduling = None
-        with as_it_was_if_refused(live):
+        with as_it_was_after_failure(live):
             if len(faults) == num_others:
                 own = live if is_here else None
                 scheduling = faults.catch(

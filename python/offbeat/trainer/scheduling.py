@@ -20,7 +20,7 @@ __all__ = [
     "Given",
     "Interval",
     "Scheduling",
-    "as_it_was_if_refused",
+    "as_it_was_after_failure",
     "faults_of_scheduler",
     "idle_faults",
     "meter_of",
@@ -133,7 +133,7 @@ def shared_faults(metric: object, others: Sequence[object]) -> list[str]:
 
 
 @contextmanager
-def as_it_was_if_refused(live: torch.optim.Optimizer | None) -> Iterator[None]:
+def as_it_was_after_failure(live: torch.optim.Optimizer | None) -> Iterator[None]:
     """Undo what making a scheduler does to its optimizer, where that, or what comes after, fails in here.
 
     Most set the learning rate at once, and each puts its own step around the optimizer's.

@@ -46,7 +46,7 @@ from offbeat.trainer.recompute import parts_of, recomputed
 from offbeat.trainer.scheduling import Given as GivenScheduler
 from offbeat.trainer.scheduling import (
     Interval,
-    as_it_was_if_refused,
+    as_it_was_after_failure,
     idle_faults,
     scheduler_for,
     shared_faults,
@@ -584,7 +584,7 @@ class AsyncTrainer(Driveable):
         if state["optimizer"] is not None:
             faults += faults_of_state(state, chosen, optimizer)
             live = chosen.live
-        with as_it_was_if_refused(live):
+        with as_it_was_after_failure(live):
             if state["scheduler"] is not None and live is not None:
                 if scheduler is None and scheduled is None:
                     faults.append("the state has a scheduler's, and there is none here: give scheduler=")
