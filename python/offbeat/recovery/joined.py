@@ -16,7 +16,7 @@ from offbeat.receipt import Receipt
 from offbeat.recovery.local import of_loss
 from offbeat.recovery.trainee import Scheduler, Stepped, Trainee
 from offbeat.recovery.values import fill, of_tensors, unlisted
-from offbeat.trainer.scheduling import Interval, step_by
+from offbeat.trainer.scheduling import Interval, bring_back_scheduler, step_by
 from offbeat.worker import AsyncWorker
 
 __all__ = ["Joined"]
@@ -180,7 +180,7 @@ class Joined(Trainee):
             bring_back(live, state["optimizer"])
         self._settings = state["settings"]  # what the run began with, whatever was given here
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
+            bring_back_scheduler(self._scheduler, state["scheduler"])
 
     @property
     def _live(self) -> torch.optim.Optimizer | None:

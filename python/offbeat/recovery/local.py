@@ -22,7 +22,7 @@ from offbeat.module.table import unwrap
 from offbeat.recovery.buffers import Holder, holder_of_loss
 from offbeat.recovery.trainee import Scheduler, Stepped, Trainee
 from offbeat.recovery.values import WithMetadata, fill, unlisted
-from offbeat.trainer.scheduling import Interval, step_by
+from offbeat.trainer.scheduling import Interval, bring_back_scheduler, step_by
 
 __all__ = ["Local", "of_buffers", "of_loss"]
 
@@ -211,7 +211,7 @@ class Local(Trainee):
         bring_back(self.optimizer, state["optimizer"])
         self._settings = state["settings"]  # what the run began with, whatever was given here
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
+            bring_back_scheduler(self._scheduler, state["scheduler"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
 

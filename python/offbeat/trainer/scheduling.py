@@ -21,6 +21,7 @@ __all__ = [
     "Interval",
     "Scheduling",
     "as_it_was_after_failure",
+    "bring_back_scheduler",
     "faults_of_scheduler",
     "idle_faults",
     "meter_of",
@@ -141,7 +142,7 @@ def as_it_was_after_failure(live: torch.optim.Optimizer | None) -> Iterator[None
     if live is None:
         yield
         return
-    own, held = dict(vars(live)), vars(live).get("state")  # which one around another may not have
+    own, held = dict(vars(live)), getattr(live, "state", None)  # one around another has the other's
     entries = dict(held) if isinstance(held, dict) else {}
     there = list(live.param_groups)
     groups = [{name: _copied(name, value) for name, value in group.items()} for group in there]
@@ -158,6 +159,21 @@ def as_it_was_after_failure(live: torch.optim.Optimizer | None) -> Iterator[None
             group.clear()
             group.update(before)
         raise
+
+
+def bring_back_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:  # noqa: ANN401  as in `step_by`
+    """Load a scheduler's state.
+
+    Raises:
+        ConfigError: If it does not take it, as one of several, of which the state had more.
+    """
+    try:
+        scheduler.load_state_dict(saved)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"the {type(scheduler).__name__} does not take the state's ({type(error).__name__}: {error}): "
+            f"make it as it was made where the state was taken"
+        ) from error
 
 
 def _copied(name: str, value: Any) -> Any:  # noqa: ANN401  of a parameter group

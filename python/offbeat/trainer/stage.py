@@ -136,8 +136,11 @@ class Stage:
         if kept is None or self._workshop.places.need_group([kind]):
             return []  # older states tell of none; members of a group ask one another, in `load_state_dict`
         named = each_once(self._workshop.model)
-        if kind == "local" and len(kept) != len(named):
-            return []  # some may be frozen: of these there is a warning
+        if kind == "local":  # what is frozen is nobody's business: of it there is a warning
+            if len(kept) != len(named):
+                return []
+            pairs = [(own, was) for own, was in zip(named, kept, strict=True) if own[1].requires_grad]
+            named, kept = [own for own, _ in pairs], [was for _, was in pairs]
         other = other_shape(named, kept)
         return [] if other is None else [f"the model is not the one of the state: {other}"]
 

@@ -47,6 +47,7 @@ from offbeat.trainer.scheduling import Given as GivenScheduler
 from offbeat.trainer.scheduling import (
     Interval,
     as_it_was_after_failure,
+    bring_back_scheduler,
     idle_faults,
     scheduler_for,
     shared_faults,
@@ -573,9 +574,9 @@ class AsyncTrainer(Driveable):
 
         Raises:
             ConfigError: If the state does not fit, or there is no optimizer or scheduler of its class for it.
-            StateError: If members average or accumulate, and the model of one is not that of its state. One
-                that trains alone is warned, as other values may be meant there. What is refused leaves the
-                optimizer as it was; what was at work before may have ended.
+            StateError: If members average or accumulate, and the model of one is not that of its state. Where
+                the strategy is "local", other values are warned of, as they may be meant. What is refused, or
+                fails, leaves the optimizer as it was; what was at work before may have ended.
         """
         faults = Faults(self.differences(state))
         workshop = self._workshop
@@ -594,27 +595,29 @@ class AsyncTrainer(Driveable):
                 if scheduled is not None:
                     faults += faults_of_kind("scheduler", scheduled[1], state)
             refuse(faults)
-            self._take_up(state["stage"], live)
+            with self._at_work(live):
+                self._stage.load_state_dict(state["stage"])
+                if live is not None and state["optimizer"] is not None:
+                    bring_back_told(chosen, state, is_new=is_new)
+                if scheduled is not None and state["scheduler"] is not None:
+                    bring_back_scheduler(scheduled[1], state["scheduler"])
         self._optimizer, self._scheduled = chosen, scheduled
-        if live is not None and state["optimizer"] is not None:
-            bring_back_told(chosen, state, is_new=is_new)
-        if scheduled is not None and state["scheduler"] is not None:
-            scheduled[1].load_state_dict(state["scheduler"])
         if workshop.numerics.scaler is not None:
             workshop.numerics.scaler.load_state_dict(state["scaler"])
         workshop.tally.steps, workshop.tally.skipped = state["steps"], state["skipped"]
         self._epochs_begun = state["epochs"]
         self._history, self._shown = History.of(state["history"]), None
 
-    def _take_up(self, stage: dict[str, Any] | None, live: torch.optim.Optimizer | None) -> None:
-        """Make what was at work, for which the optimizer has to be there; where it is refused neither is."""
+    @contextmanager
+    def _at_work(self, live: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Have an optimizer there for what is to be at work; where that fails in here, neither is."""
         workshop = self._workshop
         before = workshop.live, workshop.given
         if live is not None:
             workshop.live = live
             workshop.given = live if workshop.given is None else workshop.given
         try:
-            self._stage.load_state_dict(stage)
+            yield
         except BaseException as failure:
             self._stage.close(failure)
             workshop.live, workshop.given = before

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    ExponentialLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 import offbeat
 from offbeat import averaging, optim
@@ -643,15 +651,34 @@ def test_a_state_of_another_model_is_refused_and_goes_into_that_one(strategy, ot
     assert same(own.model, ours.model)
 
 
+class Around(torch.optim.Optimizer):
+    """One that remembers nothing itself."""
+
+    state = property(lambda self: self.inner.state, lambda *_: None)
+
+    def __init__(self, params):
+        self.inner = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+        self.param_groups = self.inner.param_groups
+
+
+@pytest.mark.parametrize("given", [optim.SGD(lr=0.1, momentum=0.9), Around])
 @pytest.mark.parametrize("error", [StateError, RuntimeError, KeyboardInterrupt])
-def test_what_breaks_off_while_a_state_is_taken_up_leaves_the_optimizer_as_it_was(error, monkeypatch):
+def test_what_breaks_off_while_a_state_is_taken_up_leaves_the_optimizer_as_it_was(error, given, monkeypatch):
     def broken(stage, state):
         del state
         stage._workshop.live.state.clear()  # as where members of a group accumulate
         raise error
 
     ours = offbeat.AsyncTrainer(plain())
-    train(ours, optim.SGD(lr=0.1, momentum=0.9), epochs=1)
+    train(ours, given, epochs=1)
     state, momenta = copy.deepcopy(ours.state_dict()), copy.deepcopy([*ours.optimizer.state.values()])
     with monkeypatch.context() as patched:
         patched.setattr(Stage, "load_state_dict", broken)
@@ -662,6 +689,60 @@ def test_what_breaks_off_while_a_state_is_taken_up_leaves_the_optimizer_as_it_wa
         assert torch.equal(entry["momentum_buffer"], before["momentum_buffer"])
     ours.load_state_dict(state)
     train(ours, None, epochs=1)
+
+
+def several(num):
+    """Give what makes a scheduler of as many others."""
+
+    def made(live):
+        parts = [ConstantLR(live, 1 / (number + 2), total_iters=100) for number in range(num)]
+        return SequentialLR(live, parts, milestones=list(range(2, num + 1)))
+
+    return made
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_is_as_it_was(is_there):
+    given = optim.SGD(lr=0.1, momentum=0.9)
+    ours, other = (offbeat.AsyncTrainer(plain()) for _ in range(2))
+    train(ours, given, epochs=1, scheduler=several(3))
+    state = copy.deepcopy((ours.state_dict(), ours.model.state_dict()))
+    if is_there:
+        train(other, given, epochs=1, scheduler=several(2))
+        live, others = other.optimizer, {}
+    else:
+        live = torch.optim.SGD(other.model.parameters(), lr=0.1, momentum=0.9)
+        others = {"optimizer": live, "scheduler": several(2)}
+    other.model.load_state_dict(state[1])
+    before = copy.deepcopy(live.state_dict())
+    told = (
+        r"the SequentialLR does not take the state's \(IndexError: .*\): make it as it was made where the st"
+    )
+    with pytest.raises(ConfigError, match=told):
+        other.load_state_dict(state[0], **others)
+    now = live.state_dict()
+    assert now["param_groups"] == before["param_groups"]
+    assert now["state"].keys() == before["state"].keys()
+    for number, entry in now["state"].items():
+        assert torch.equal(entry["momentum_buffer"], before["state"][number]["momentum_buffer"])
+    assert other.optimizer is (live if is_there else None)
+    train(other, None if is_there else live, epochs=1)
+
+
+def test_what_is_frozen_may_have_another_shape_where_one_trains_alone(caplog):
+    def with_frozen(size):
+        head = layers(6, 5)
+        return nn.Sequential(head, nn.Linear(5, size).requires_grad_(False)), head
+
+    built, head = with_frozen(5)
+    ours = offbeat.AsyncTrainer(built)
+    train(ours, torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9), epochs=1)
+    state = copy.deepcopy(ours.state_dict())
+    built, head = with_frozen(7)
+    live = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
+    offbeat.AsyncTrainer(built).load_state_dict(state, optimizer=live)
+    assert len(live.state) == 2
+    assert "the model is not the one of the state: parameter" in caplog.text
 
 
 @pytest.mark.parametrize("num", [1, 3])
