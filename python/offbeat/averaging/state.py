@@ -13,7 +13,7 @@ from offbeat.averaging.settings import fitting_faults
 from offbeat.averaging.turns import Owner, Turns
 from offbeat.checks import Faults, check_keys, refuse
 from offbeat.errors import StateError
-from offbeat.local.parameters import check_back, fingerprint
+from offbeat.local.parameters import check_back, fingerprint, is_as_it_was
 from offbeat.local.saved import bring_back_told, faults_of_state, state_told
 
 __all__ = ["faults_of", "state_of", "take_up"]
@@ -123,7 +123,8 @@ def _keeps_rounds(turns: Turns, state: Mapping[str, Any], *, strict: bool) -> bo
         return strict or not members.has_gone_on
     if not isinstance(members, Served) or not turns.untrained.is_so:
         return True
-    is_back = fingerprint(turns.named) == state.get("model")
+    kept = state.get("model")
+    is_back = kept is not None and is_as_it_was(turns.named, kept)
     return not keep_to_the_others(members) and strict and is_back
 
 

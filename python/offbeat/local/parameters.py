@@ -12,7 +12,16 @@ from offbeat.errors import StateError
 from offbeat.module import named_parameters
 from offbeat.naming import a_class, brief
 
-__all__ = ["check_back", "check_same", "each_once", "fingerprint", "of_model", "other_shape", "other_values"]
+__all__ = [
+    "check_back",
+    "check_same",
+    "each_once",
+    "fingerprint",
+    "is_as_it_was",
+    "of_model",
+    "other_shape",
+    "other_values",
+]
 
 LOAD_IT = (
     "load the model's own state before this one; it is to be taken right after this one, and saved, or "
@@ -62,15 +71,19 @@ def fingerprint(named: Named) -> list[list[Any]]:
 
     That is of each parameter its dtype, the sum of its bits as whole numbers, and its shape. The sum is the
     same on each device, and computed there: only the sums leave it. Of one whose bits cannot be read, as a
-    sparse or a quantized one that is frozen, it is None.
+    sparse or a quantized one that is frozen, it is None; and so is the shape of a nested one.
     """
     sums = [_sum_of_bits(p) for _, p in named]
     there = [sum_ for sum_ in sums if sum_ is not None]
     told = iter(torch.stack(there).tolist() if there else ())
     return [
-        [str(p.dtype), None if sum_ is None else next(told), list(p.shape)]
+        [str(p.dtype), None if sum_ is None else next(told), _shape(p)]
         for (_, p), sum_ in zip(named, sums, strict=True)
     ]
+
+
+def _shape(parameter: torch.Tensor) -> list[int] | None:
+    return None if parameter.is_nested else list(parameter.shape)
 
 
 def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -115,9 +128,16 @@ def other_shape(named: Named, kept: Sequence[Sequence[Any]]) -> str | None:
     if len(named) != len(kept):
         return f"it has {len(named)} parameters, and the state's had {len(kept)}: {build_it}"
     for (name, p), (_, _, *shapes) in zip(named, kept, strict=True):
-        if shapes and shapes[0] != (shape := list(p.shape)):
+        if shapes and shapes[0] != (shape := _shape(p)):
             return f"parameter {name!r} is of shape {shape}, and the state's was of {shapes[0]}: {build_it}"
     return None
+
+
+def is_as_it_was(named: Named, kept: Sequence[Sequence[Any]]) -> bool:
+    """Tell whether a model is as it was when a `fingerprint` was taken; older ones tell of no shapes."""
+    now = fingerprint(named)
+    are_like_them = (new[: len(old)] == list(old) for new, old in zip(now, kept, strict=False))
+    return len(now) == len(kept) and all(are_like_them)
 
 
 def other_values(named: Named, kept: Sequence[Sequence[Any]]) -> str | None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import StateError
-from offbeat.local.parameters import PIECE, check_back, each_once, fingerprint
+from offbeat.local.parameters import PIECE, check_back, each_once, fingerprint, is_as_it_was
 
 
 def model(*sizes, seed=0):
@@ -95,3 +95,22 @@ def test_each_member_asks_the_others_and_hears_of_theirs():
     with pytest.raises(StateError, match="the model is not the one of the state"):
         check_back(each_once(model(8, seed=1)), state, lambda value: asked.append(value) or True)
     assert asked == [True, True, False]
+
+
+@pytest.mark.parametrize("saved", [list, older])
+def test_a_model_is_as_it_was_or_is_not(saved):
+    kept = saved(fingerprint(each_once(model(8, 5))))
+    assert is_as_it_was(each_once(model(8, 5)), kept)
+    for other in (model(8, 5, seed=1), model(8), model(8, 5, 5), model(8, 5).double()):
+        assert not is_as_it_was(each_once(other), kept)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_of_a_nested_one_nothing_is_said(layout):
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    named = [("w", nn.Parameter(nested, requires_grad=False))]
+    kept = fingerprint(named)
+    assert kept == [["torch.float32", None, None]]
+    check_back(named, {"model": kept})
