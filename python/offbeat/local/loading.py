@@ -208,7 +208,7 @@ def _whole(value: Any) -> Any:  # noqa: ANN401  a part of a state
         return value.view(_Whole)
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
-    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
+    return type(value)(map(_whole, value)) if type(value) in (list, tuple, deque) else value
 
 
 def _as_saved(value: Any, now: Any) -> Any:  # noqa: ANN401  a part of a state

@@ -97,7 +97,8 @@ def is_trainers(path: Path) -> bool:
 
 def is_servers(path: Path) -> bool:
     """Whether a folder is a server's checkpoint, as its name and its manifest tell."""
-    return SERVERS.fullmatch(path.name) is not None and (path / MANIFEST).is_file() and not is_trainers(path)
+    own = path.resolve().name  # a link may have any
+    return SERVERS.fullmatch(own) is not None and (path / MANIFEST).is_file() and not is_trainers(path)
 
 
 class Directory:

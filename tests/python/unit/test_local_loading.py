@@ -140,6 +140,7 @@ def brought_back(first, then):
         lambda: OrderedDict(a=torch.ones(2), b="text"),
         lambda: Counter("abba"),
         lambda: {"last": deque([torch.full((2,), 1 / 3), "text"], maxlen=3)},
+        lambda: deque([np.arange(3), torch.full((2,), 1 / 3)]),
         lambda: [np.arange(3), torch.full((2,), 1 / 3)],
         lambda: (torch.full((2,), 1 / 3), {"a": [np.float32(1)]}),
         lambda: np.arange(3.0),

@@ -305,10 +305,12 @@ def test_a_server_s_checkpoint_is_none_of_a_trainer_s_and_neither_takes_the_othe
     with offbeat.ParameterServer(nn.Linear(6, 5), checkpoint_dir=tmp_path / "served"):
         pass
     (theirs,) = (tmp_path / "served").glob("checkpoint-*")
-    with pytest.raises(
-        ConfigError, match="which is a server's checkpoint, and not a trainer's: give a folder"
-    ):
-        run(made(tmp_path / "kept", recovery_strategy=theirs))
+    (tmp_path / "linked").symlink_to(theirs)
+    for path in (theirs, tmp_path / "linked"):
+        with pytest.raises(
+            ConfigError, match="which is a server's checkpoint, and not a trainer's: give a folder"
+        ):
+            run(made(tmp_path / "kept", recovery_strategy=path))
     with pytest.raises(
         ConfigError, match=r"and a server keeps its checkpoints there \(checkpoint-000001\): give ano"
     ):
