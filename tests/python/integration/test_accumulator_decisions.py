@@ -10,6 +10,7 @@ from torch import nn
 import offbeat
 from offbeat.accumulator import accumulator, meter
 from offbeat.errors import StateError
+from support.averaging import warned
 from support.group import together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -245,3 +246,26 @@ def test_members_whose_scales_differ_are_told_both():
 
 def test_members_may_have_another_number_of_micro_batches():
     assert together(made_unlike, 2, ({}, {"accumulation_steps": 2})) == [None, None]
+
+
+def told_of_lateness(rank, overlap, momentum):
+    """Make three updates, and give what is warned of."""
+    with warned() as told:
+        ours = offbeat.AsyncGradientAccumulator(model(), 1, overlap=overlap)
+        for number in range(3):
+            inputs, targets = micro_batch(rank, number)
+            given = offbeat.optim.SGD(lr=0.01, momentum=momentum)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=given, loss_fn=LOSS)
+        ours.flush()
+    return told
+
+
+@pytest.mark.parametrize(("overlap", "momentum"), [(True, 0.9), (True, 0.0), (False, 0.9)])
+def test_that_late_updates_are_dear_with_momentum_is_told_once_by_the_first_member(overlap, momentum):
+    first, second = together(told_of_lateness, 2, overlap, momentum)
+    assert second == []
+    if overlap and momentum:
+        (text,) = first
+        assert "the SGD's momentum is 0.9: the largest learning rate that is stable is up to 38 times" in text
+    else:
+        assert first == []
