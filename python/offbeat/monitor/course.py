@@ -270,7 +270,8 @@ class Course:
             rung = self._settings.names.index(self._in_effect[place].name)
             self._judge.wait()
         elif excess.is_first or not self._in_effect:  # which may have ended since this step's first alert
-            rung, back = self._climb(worker, ours, is_finite=excess.is_finite)
+            is_astray = excess.is_finite and not excess.is_new
+            rung, back = self._climb(worker, ours, is_finite=excess.is_finite, is_astray=is_astray)
         if self._do(rung, worker, place, back):
             told = ""
         elif excess.is_first:
@@ -398,7 +399,8 @@ class Course:
         self._is_in_vain = (is_broken and self._judge.has_gone_back) or self._judge.is_exhausted
         if was_in_vain or not self._is_in_vain:
             return ""
-        said = '"rollback" was taken as often as it may be, in vain'
+        name = "rollback" if "rollback" in self._settings.names else self._settings.names[-1]
+        said = f'"{name}" was taken as often as it may be, in vain'
         # What is finite may be the way it is from now on.
         usual = (
             "" if is_broken else ", and such values are not right from now on (monitor.reset() learns those)"
@@ -414,7 +416,7 @@ class Course:
         return excess.is_new or (self.is_lost and not effect.taken.is_done)
 
     def _climb(
-        self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool
+        self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool, is_astray: bool
     ) -> tuple[int | None, int | None]:
         """Give the rung to take for a worker's alert, and the place of the rollback to take again, if any.
 
@@ -443,7 +445,11 @@ class Course:
             return None, None
         is_urgent = not is_finite and not self._is_kept_out()
         rung = self._judge.climb(
-            is_elsewhere=is_elsewhere, is_urgent=is_urgent, is_lost=is_broken, is_in_vain=is_in_vain
+            is_elsewhere=is_elsewhere,
+            is_urgent=is_urgent,
+            is_lost=is_broken,
+            is_in_vain=is_in_vain,
+            is_astray=is_astray,
         )
         return rung, self._place_of_rollback() if self._judge.is_to_go_back else None
 

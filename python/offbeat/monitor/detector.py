@@ -67,6 +67,7 @@ class Detector:
         band: The range.
         recent: The last values.
         onset: The first values, which say what is expected as long as the band does not; None: none yet.
+        ceiling: What the limit is at most, whatever comes; None: whatever the band says.
     """
 
     metric: Metric
@@ -74,13 +75,14 @@ class Detector:
     band: Band = field(default_factory=Band)
     recent: tuple[float, ...] = ()
     onset: Onset | None = None
+    ceiling: float | None = None
 
     @property
     def expected(self) -> tuple[float, float]:
         """The range, in the metric's own unit; infinite in the warm-up."""
         if self.metric == "non_finite":
             return 0.0, 0.0
-        low, high = self.band.low, self.band.high
+        low, high = self.band.low, self.high
         if self.metric != "loss" and self.band.is_ready:  # no other is ever below 0
             low, high = max(low, 0.0), max(high, 0.0)
         return (low**2, high**2) if self.metric in SQUARES and self.band.is_ready else (low, high)
@@ -112,7 +114,7 @@ class Detector:
         if not self.band.is_ready:
             return self._see_first(value, recent)
         if value <= self.limit:
-            verdict: Verdict = "quiet" if value <= self.band.high else "raised"
+            verdict: Verdict = "quiet" if value <= self.high else "raised"
             return replace(self, band=self.band.after(value), recent=recent), verdict
         is_far = self.band.z(value) >= FAR
         is_alert = is_far or sum(recent) / len(recent) > self.limit
@@ -134,6 +136,21 @@ class Detector:
             return self._first().num_beyond >= IN_A_ROW
         return bool(self.recent) and sum(self.recent) / len(self.recent) > self.limit
 
+    @property
+    def high(self) -> float:
+        """The upper edge, of a value or the root of one that is a square; infinite in the warm-up."""
+        return self.band.high if self.ceiling is None else min(self.band.high, self.ceiling)
+
+    def held(self) -> "Detector":
+        """Give one whose limit goes no higher than it is."""
+        if self.ceiling is not None or not self.band.is_ready:
+            return self
+        return replace(self, ceiling=self.limit)
+
+    def let_go(self) -> "Detector":
+        """Give one whose limit goes by the band again."""
+        return self if self.ceiling is None else replace(self, ceiling=None)
+
     def anew(self) -> "Detector":
         """Give one that has seen nothing yet."""
         return Detector(self.metric, self.threshold, Band(self.band.warm_up))
@@ -146,4 +163,5 @@ class Detector:
         """What a value, or the root of one that is a square, has to exceed."""
         high = self.band.high
         scale = max(abs(high), LEAST_SCALES.get(self.metric, 0.0)) if math.isfinite(high) else 0.0
-        return high + self.threshold * scale
+        limit = high + self.threshold * scale
+        return limit if self.ceiling is None else min(limit, self.ceiling)

@@ -75,6 +75,7 @@ class _Step:
     had_value_in_range: bool = False
     had_value: bool = False
     had_unusable: bool = False  # something that is not finite
+    was_low: bool = False  # the loss was no higher than before it was held
 
 
 class Judge:
@@ -84,6 +85,10 @@ class Judge:
     alert climbs the ladder once, whatever else was out of range in it. Where several workers are observed,
     each has steps of its own, and those count of the worker that has made most: else ten workers would
     make a step ten times, and be let go of, or climb, in a tenth of the time.
+
+    From an alert of the loss on its limit goes no higher, until all is let go of and the loss has been as low
+    as before for as many steps as that takes: one that rises slowly in spite of a remedy, or once it is let
+    go of, would take its range along, and be what is usual. Other metrics rise in sound runs, too.
     """
 
     def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
@@ -100,6 +105,8 @@ class Judge:
         self._num_unusable = 0  # steps in a row, whose ever, with something that is not finite
         self._unusable: set[Metric] = set()  # of which metrics that was
         self._is_to_go_back = False
+        self._held: float | None = None  # the upper edge of the loss's range when its limit was held
+        self._low: Counter[str | None] = Counter()  # steps whose loss was no higher, as `_quiet`
         self._step = 0
         self._worker: str | None = None
         self._losses: list[float] = []
@@ -114,6 +121,9 @@ class Judge:
         if last.had_value and not last.had_unusable:
             self._num_unusable = 0
             self._unusable.clear()
+        self._low[worker] += last.was_low
+        if not self.standing.taken and self._low[worker] >= self._ladder.quiet_steps:
+            self._let_go_of_limit()
         if last.had_excess or not last.had_value_in_range:
             return None
         self._quiet[worker] += 1
@@ -122,6 +132,7 @@ class Judge:
         self.standing, released = after_quiet(self.standing, self._ladder)
         if self.standing.quiet == 0:
             self._quiet.clear()
+            self._low.clear()
         return released
 
     def see(self, metric: Metric, value: float) -> Excess | None:
@@ -145,8 +156,12 @@ class Judge:
             self._spells[key] = known = known.after_quiet()
             if known.is_over:
                 self._over = self._spells.pop(key)
+        if metric == "loss" and self._held is not None:
+            step.was_low = value <= self._held
         if verdict != "alert":
             return None
+        if metric == "loss":
+            self._hold_limit()
         is_new = not self._spells
         self._spells[key] = spell = (
             Spell(self._step, detector.expected) if known is None else known.after_alert()
@@ -182,7 +197,7 @@ class Judge:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether alerts persist although all was taken as often as it may be, going back among it."""
+        """Whether alerts persist although all was taken as often as it may be, and more than once."""
         return is_exhausted(self.standing, self._ladder)
 
     @property
@@ -217,6 +232,7 @@ class Judge:
         is_urgent: bool = False,
         is_lost: bool = False,
         is_in_vain: bool = False,
+        is_astray: bool = False,
     ) -> int | None:
         """Take the step's alert into account; give the rung to take, if it is time.
 
@@ -230,7 +246,7 @@ class Judge:
             self.wait()
             return None
         self._quiet.clear()
-        num_back = self.standing.num_back
+        before = self.standing
         self.standing, rung = after_alert(
             self.standing,
             self._ladder,
@@ -238,8 +254,10 @@ class Judge:
             is_urgent=is_urgent,
             is_lost=is_lost,
             is_in_vain=is_in_vain,
+            is_astray=is_astray,
         )
-        self._is_to_go_back = self.standing.num_back > num_back
+        now = self.standing
+        self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
         return rung
@@ -253,12 +271,25 @@ class Judge:
         """Learn the range anew of each metric whose last values are above it; give which."""
         above = [metric for metric, detector in self.detectors.items() if detector.is_above]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
+        if "loss" in above:
+            self._held = None
         return above
 
     def end(self, place: int) -> None:
         """Take a rung out of those in effect, by its place: somebody else has ended it."""
         taken = self.standing.taken
         self.standing = replace(self.standing, taken=(*taken[:place], *taken[place + 1 :]))
+
+    def _hold_limit(self) -> None:
+        """Let the loss's limit go no higher from here on."""
+        self._low.clear()
+        detector = self.detectors["loss"]
+        if self._held is None and detector.band.is_ready:
+            self._held, self.detectors["loss"] = detector.high, detector.held()
+
+    def _let_go_of_limit(self) -> None:
+        if self._held is not None:
+            self._held, self.detectors["loss"] = None, self.detectors["loss"].let_go()
 
     def state(self) -> dict[str, Any]:
         """Give all of it as plain data."""
@@ -267,6 +298,8 @@ class Judge:
             "standing": asdict(self.standing),
             "steps": [(worker, asdict(step)) for worker, step in self._steps.items()],
             "quiet": list(self._quiet.items()),
+            "held": self._held,
+            "low": list(self._low.items()),
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -289,6 +322,7 @@ class Judge:
         self._strikes, self._spells, self._losses = strikes, spells, losses
         self._num_unusable = int(state.get("num_unusable", 0))  # which states had not, once
         self._unusable = set(state.get("unusable", ()))  # likewise
+        self._held, self._low = state.get("held"), Counter(dict(state.get("low", ())))  # likewise
 
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.
@@ -310,4 +344,5 @@ class Judge:
 
 def _detector(state: Mapping[str, Any], *, threshold: float) -> Detector:
     onset = state["onset"] and Onset(**{**state["onset"], "sizes": tuple(state["onset"]["sizes"])})
-    return Detector(state["metric"], threshold, Band(**state["band"]), tuple(state["recent"]), onset)
+    band, recent = Band(**state["band"]), tuple(state["recent"])
+    return Detector(state["metric"], threshold, band, recent, onset, state.get("ceiling"))

@@ -33,7 +33,9 @@ class Ladder:
         repeats: How often the last rung may be taken; more than once where it does more each time.
         is_patient: Whether the last rung, where it is taken again, has twice the patience each time.
         back: The place of the rung that goes back; None: there is none.
-        most_back: How often that one may be taken.
+        most_back: How often that one may be taken, but for those below.
+        mending: The places of those that change how training goes on. Where one comes behind going back, it
+            is gone back once more with it: alerts that have come in spite of it are of what has gone astray.
     """
 
     num_rungs: int
@@ -43,6 +45,7 @@ class Ladder:
     is_patient: bool = False
     back: int | None = None
     most_back: int = 0
+    mending: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class Standing:
             that what keeps coming back is let go of ever more seldom.
         has_let_go: Whether a rung was let go of since the last was taken.
         num_back: How often the rung that goes back was taken again with later ones in effect, since one was
-            let go of last.
+            let go of last: for what is lost.
+        num_again: How often it was with one that mends, for what is finite; nothing counts that.
     """
 
     taken: tuple[int, ...] = ()
@@ -66,6 +70,7 @@ class Standing:
     relapses: int = 0
     has_let_go: bool = False
     num_back: int = 0
+    num_again: int = 0
 
 
 def after_alert(
@@ -76,12 +81,14 @@ def after_alert(
     is_urgent: bool = False,
     is_lost: bool = False,
     is_in_vain: bool = False,
+    is_astray: bool = False,
 ) -> tuple[Standing, int | None]:
     """Take a step with an alert into account.
 
-    The first takes the first rung; when `patience` more have come in spite of it, the next one is taken. Of a
-    model that is lost none of those that are later than going back mends anything by itself: it is gone back
-    once more with the next, or without, where none is to be taken by then; `num_back` tells.
+    The first takes the first rung; when `patience` more have come in spite of it, the next one is taken. Of
+    those that are later than going back none mends by itself what has gone astray: it is gone back once more
+    with the next, and, of a model that is lost, without, where none is to be taken by then; `num_back` and
+    `num_again` tell.
 
     Args:
         standing: Before it.
@@ -91,6 +98,7 @@ def after_alert(
         is_urgent: Nothing that was taken can help against it: the next rung is taken at once.
         is_lost: Nothing passes any more, and to go back is what helps.
         is_in_vain: To take the last rung again would do nothing: it is only gone back.
+        is_astray: It is training that has gone astray: all is finite, and this is no new matter.
 
     Returns:
         The new standing, and the rung to take now; None where there is none to take.
@@ -105,8 +113,13 @@ def after_alert(
     rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
     if rung is None or (is_in_vain and not has_more(standing.taken, ladder)):
         return waiting, None
+    num_again = standing.num_again
+    is_behind = ladder.back in standing.taken and rung in ladder.mending and rung != ladder.back
+    if is_behind and is_astray and not is_elsewhere and not goes_back:
+        num_again += 1
     relapses = min(standing.relapses + standing.has_let_go, MOST_DOUBLINGS)
-    return Standing(taken=(*standing.taken, rung), relapses=relapses, num_back=num_back), rung
+    taken = (*standing.taken, rung)
+    return Standing(taken=taken, relapses=relapses, num_back=num_back, num_again=num_again), rung
 
 
 def may_go_back(standing: Standing, ladder: Ladder) -> bool:
@@ -125,8 +138,9 @@ def has_gone_back(standing: Standing, ladder: Ladder) -> bool:
 
 
 def is_exhausted(standing: Standing, ladder: Ladder) -> bool:
-    """Tell whether alerts persist although all was taken as often as it may be, going back among it."""
-    is_over = has_gone_back(standing, ladder) and _next(standing.taken, ladder) is None
+    """Tell whether alerts persist although all was taken as often as it may be, and more than once."""
+    does_more = has_gone_back(standing, ladder) or (ladder.back is None and ladder.repeats > 1)
+    is_over = does_more and bool(standing.taken) and _next(standing.taken, ladder) is None
     return is_over and standing.strikes >= ladder.patience
 
 

@@ -90,10 +90,10 @@ class AsyncTrainingMonitor:
             observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
             trains the model, and when taken again to the one before, never forward; at once, as a new
-            matter, where parameters are lost again after values in the range; beside the remedies behind it,
-            three times in all, where nothing is finite any more; the
-            step's gradient, which is of what was gone back from, is dropped. "pause" lets the
-            thread that trains wait for `resume()`, and drops what it had computed.
+            matter, where parameters are lost again after values in the range; with each remedy behind it
+            that changes how training goes on, for what is finite; three times in all, with one or without,
+            where nothing is finite any more; the step's gradient, which is of what was gone back from, is
+            dropped. "pause" lets the thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
         callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. Of alerts of one
             metric in a row they hear the first, the second, the fourth, the eighth and so on, as the log
@@ -105,7 +105,8 @@ class AsyncTrainingMonitor:
         patience: Steps with an alert that a remedy is given before the next one is taken.
         quiet_steps: Steps within all ranges (of several workers, of the one that has made most) after which
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
-            that a remedy had to be taken again.
+            that a remedy had to be taken again. From an alert of the loss on its limit goes no higher, until
+            all are let go of and so many losses were no higher than the range had been.
         lr_factor: Of "reduce_lr".
         grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
             a loop of your own an alert on a batch whose step it skips costs no later one, and what such a
@@ -181,6 +182,7 @@ class AsyncTrainingMonitor:
             last.is_patient,
             back=back,
             most_back=0 if back is None else settings.remedies[back].repeats,
+            mending=frozenset(n for n, remedy in enumerate(settings.remedies) if remedy.is_mending),
         )
         self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
         self._metrics, self._names = settings.metrics, settings.names

@@ -34,7 +34,7 @@ def until_when(timeout_s: float | None) -> str:
 
 
 _MAKERS: dict[str, Callable[[Find, Numbers], Remedy]] = {
-    "alert": lambda *_: OnGradients("told", "nothing was done", drops=False),
+    "alert": lambda *_: OnGradients("told", "nothing was done", drops=False, is_mending=False),
     "clip": lambda *_: OnGradients(
         "gradients above their range are scaled down to it, and dropped where not finite",
         "gradients are left as they are",
@@ -50,6 +50,7 @@ _MAKERS: dict[str, Callable[[Find, Numbers], Remedy]] = {
         "training had gone on",
         repeats=MOST_REPEATS,
         is_patient=True,
+        is_mending=False,
     ),
 }
 

@@ -46,12 +46,14 @@ class Remedy(ABC):
         is_patient: It has twice the patience each time: somebody has looked, and let it go on.
         keeps_out_non_finite: It does something about a gradient that is NaN or infinite. In spite of another
             remedy such a one comes again, or ends the run, so that waiting for more of them is for nothing.
+        is_mending: It changes how training goes on.
         helps_what_is_lost: There may be something in taking it again where parameters are not finite.
     """
 
     repeats = 1
     is_patient = False
     keeps_out_non_finite = False
+    is_mending = True
     helps_what_is_lost = True
 
     def __init__(self, find: Find) -> None:
@@ -115,10 +117,18 @@ class OnGradients(Remedy):
     """What the monitor does itself where it judges: "alert", "clip", "reject" and "pause"."""
 
     def __init__(
-        self, taken: str, undone: str, *, repeats: int = 1, is_patient: bool = False, drops: bool = True
+        self,
+        taken: str,
+        undone: str,
+        *,
+        repeats: int = 1,
+        is_patient: bool = False,
+        drops: bool = True,
+        is_mending: bool = True,
     ) -> None:
         super().__init__(list)
-        self.repeats, self.is_patient, self.keeps_out_non_finite = repeats, is_patient, drops
+        self.repeats, self.is_patient = repeats, is_patient
+        self.keeps_out_non_finite, self.is_mending = drops, is_mending
         self._taken, self._undone = taken, undone
 
     def take(self, worker: str | None) -> Taken:

@@ -13,6 +13,7 @@ import torch
 
 from offbeat import AsyncTrainer, AsyncTrainingMonitor
 from offbeat.demo import data as fashion_mnist
+from offbeat.monitor.alert import is_finite
 from support.drills import NUM_STEPS, POINT, Fleet, Kept, LateGradients, LocalSgd, Run, flipped
 
 TWO_POINTS = 2 * POINT
@@ -272,6 +273,29 @@ def test_a_trainer_whose_parameters_are_lost_goes_back_to_a_checkpoint_of_its_ow
     went = [alert.result for alert in report.alerts if alert.action == "rollback" and alert.is_taken]
     assert all(text.startswith("went back to step") for text in went)
     assert went
+    assert_mended(guarded, unguarded=unguarded, without_fault=without_fault)
+
+
+def a_rate_that_stays_too_high(run, step, *, times):
+    """The model does not become infinite, and is lost all the same."""
+    run.lr_fault = times if step >= 250 else 1.0
+
+
+@on_fashion
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("times", [40.0, 100.0])
+def test_a_trainer_whose_rate_stays_too_high_goes_back_with_each_lower_one(times, seed, tmp_path):
+    fault = functools.partial(a_rate_that_stays_too_high, times=times)
+    without_fault = Kept(seed, tmp_path / "clean").train()
+    unguarded = Kept(seed, tmp_path / "unguarded").train(fault)
+    run = Kept(seed, tmp_path / "guarded")
+    with AsyncTrainingMonitor(run.model, remediation_strategy=["rollback", "reduce_lr"]) as monitor:
+        guarded = run.train(fault)
+        report = monitor.report()
+    assert all(is_finite(alert) for alert in report.alerts)
+    cuts = [alert.result for alert in report.alerts if alert.action == "reduce_lr" and alert.is_taken]
+    assert len(cuts) >= 2
+    assert all('; "rollback" once more: went back to step' in text for text in cuts)
     assert_mended(guarded, unguarded=unguarded, without_fault=without_fault)
 
 

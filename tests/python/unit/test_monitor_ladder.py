@@ -154,6 +154,33 @@ def test_what_is_let_go_of_lets_it_go_back_as_often_again():
     assert may_go_back(standing, ladder)
 
 
+def test_what_changes_how_training_goes_on_is_taken_with_going_back_once_more_where_all_is_finite():
+    mending = Ladder(num_rungs=2, patience=3, quiet_steps=10, repeats=4, back=0, most_back=3, mending={0, 1})
+    standing, went = Standing(), []
+    for step in range(30):
+        before, (standing, rung) = standing, after_alert(standing, mending, is_astray=True)
+        went += [(step, rung)] if standing.num_again > before.num_again else []
+    assert went == [(3, 1), (6, 1), (9, 1), (12, 1)]
+    assert may_go_back(standing, mending), "as often as before, for what is lost"
+    told = dataclasses.replace(mending, mending={0})  # as "alert" and "pause" change nothing
+    last = dataclasses.replace(mending, back=1)
+    for ladder, is_astray in ((told, True), (last, True), (mending, False)):
+        standing = Standing()
+        for _ in range(40):
+            standing, _ = after_alert(standing, ladder, is_astray=is_astray)
+        assert (len(standing.taken), standing.num_back, standing.num_again) == (5, 0, 0)
+
+
+def test_what_is_taken_again_for_another_worker_goes_back_for_nobody():
+    ladder = Ladder(num_rungs=2, patience=3, quiet_steps=10, repeats=4, back=0, most_back=3, mending={0, 1})
+    standing = Standing()
+    for _ in range(4):
+        standing, _ = after_alert(standing, ladder, is_astray=True)
+    assert (standing.taken, standing.num_again) == ((0, 1), 1)
+    standing, rung = after_alert(standing, ladder, is_elsewhere=True, is_astray=True)
+    assert (rung, standing.num_again) == (1, 1)
+
+
 @hypothesis.given(LADDERS, st.integers(0, 4), st.integers(1, 4), st.lists(st.booleans(), max_size=200))
 def test_it_goes_back_no_more_often_than_it_may_and_no_sooner_than_patience_says(ladder, back, most, course):
     ladder = dataclasses.replace(ladder, back=back % ladder.num_rungs, most_back=most)
@@ -181,6 +208,88 @@ def judge(**keywords):
         for metric in ("loss", "gradient_norm"):
             assert made.see(metric, 1.0) is None
     return made
+
+
+def feed(made, step, value, metric="loss"):
+    """Give what a step with one value was, and what was let go of before it."""
+    released = made.begin(step)
+    excess = made.see(metric, value)
+    if excess is not None and excess.is_first:
+        made.climb()
+    return excess, released
+
+
+def warmed(quiet_steps=50, metrics=("loss",)):
+    made = Judge(metrics, Ladder(num_rungs=1, patience=5, quiet_steps=quiet_steps), threshold=0.5, warm_up=5)
+    for step in range(200):
+        for metric in metrics:
+            feed(made, step, 0.8 + step % 2 * 0.4, metric)
+    return made
+
+
+def test_a_loss_that_rises_slowly_in_spite_of_a_remedy_or_after_it_is_an_alert_and_not_what_is_usual():
+    """By as little as a range follows that is not held."""
+    followed, held = warmed(), warmed()
+    limit = held.detectors["loss"].bound
+    assert feed(held, 200, 5.0)[0] is not None
+    for begin, is_first in ((201, True), (401, False)):
+        found = []
+        for step in range(150):
+            loss = 1 + step / 75
+            found += [loss] if feed(held, begin + step, loss)[0] else []
+            assert held.detectors["loss"].bound <= limit
+            if is_first:
+                assert feed(followed, begin + step, loss)[0] is None
+        assert 0.9 * limit < found[0] < limit + 0.3
+        assert held.standing.taken == (0,)
+        num_quiet = 0
+        while held.standing.taken:
+            feed(held, 1000 * begin + num_quiet, 0.9)
+            num_quiet += 1
+        assert num_quiet >= 50
+        assert held.detectors["loss"].ceiling == limit, "let go of, and it may come back at once"
+    for step in range(60):
+        feed(held, 10**7 + step, 0.9)
+    assert held.detectors["loss"].ceiling is None
+
+
+def test_a_remedy_is_let_go_of_where_the_loss_stays_a_little_above_what_it_was():
+    made = warmed()
+    edge, limit = made.detectors["loss"].high, made.detectors["loss"].bound
+    feed(made, 200, 5.0)
+    level = 1.2 * edge
+    released = [step for step in range(201, 600) if feed(made, step, level)[1] is not None]
+    assert len(released) == 1
+    assert made.standing.taken == ()
+    assert made.detectors["loss"].bound == limit, "higher than that is an alert still"
+
+
+@pytest.mark.parametrize("metric", ["gradient_norm", "update_ratio", "staleness", "loss_variance"])
+def test_what_rises_in_sound_runs_too_is_followed_as_without_an_alert(metric):
+    made = warmed(metrics=("loss", metric))
+    before = made.detectors[metric]
+    assert feed(made, 200, 1e4, metric)[0] is not None
+    assert made.detectors[metric].ceiling is before.ceiling is None
+    assert made.detectors["loss"].ceiling is None
+
+
+@hypothesis.given(st.lists(st.floats(0, 10), max_size=150))
+def test_from_an_alert_of_the_loss_on_its_limit_rises_only_once_it_was_low_for_long(losses):
+    made, limit, low, num_low = warmed(quiet_steps=5), math.inf, math.inf, 0
+    for step, loss in enumerate(losses, start=200):
+        bound, edge, was_held = made.detectors["loss"].bound, made.detectors["loss"].high, limit < math.inf
+        excess, _ = feed(made, step, loss)
+        if excess is not None:
+            assert loss > bound
+            limit, low = (limit, low) if was_held else (bound, edge)
+            num_low = 0
+        elif was_held:
+            num_low += loss <= low
+        if made.detectors["loss"].ceiling is None:
+            assert limit == math.inf or (num_low >= 4 and made.standing.taken == ())
+            limit = math.inf
+        else:
+            assert made.detectors["loss"].bound <= limit
 
 
 def test_of_several_metrics_out_of_range_one_climbs():
