@@ -139,16 +139,35 @@ def as_it_was_after_failure(live: torch.optim.Optimizer | None) -> Iterator[None
 
     Most set the learning rate at once, and each puts its own step around the optimizer's.
     """
-    if live is None:
-        yield
-        return
-    own, held = dict(vars(live)), getattr(live, "state", None)  # one around another has the other's
-    entries = dict(held) if isinstance(held, dict) else {}
-    there = list(live.param_groups)
-    groups = [{name: _copied(name, value) for name, value in group.items()} for group in there]
+    undo = [_undoing(one) for one in _with_inner(live)]
     try:
         yield
     except BaseException:
+        for one in undo:
+            one()
+        raise
+
+
+def _with_inner(live: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
+    """Give an optimizer with those that it is around."""
+    found: list[torch.optim.Optimizer] = []
+    left: list[object] = [live]
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.optim.Optimizer) and not any(one is other for other in found):
+            found.append(one)
+            left += vars(one).values()
+    return found
+
+
+def _undoing(live: torch.optim.Optimizer) -> Callable[[], None]:
+    """Give what makes an optimizer again what it is now."""
+    own, held = dict(vars(live)), getattr(live, "state", None)  # one around another may have the other's
+    entries = dict(held) if isinstance(held, dict) else {}
+    there = list(live.param_groups)
+    groups = [{name: _copied(name, value) for name, value in group.items()} for group in there]
+
+    def undo() -> None:
         vars(live).clear()
         vars(live).update(own)
         if isinstance(held, dict):
@@ -158,7 +177,8 @@ def as_it_was_after_failure(live: torch.optim.Optimizer | None) -> Iterator[None
         for group, before in zip(there, groups, strict=True):
             group.clear()
             group.update(before)
-        raise
+
+    return undo
 
 
 def bring_back_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:  # noqa: ANN401  as in `step_by`

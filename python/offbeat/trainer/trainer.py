@@ -579,7 +579,7 @@ class AsyncTrainer(Driveable):
                 fails, leaves the optimizer as it was; what was at work before may have ended.
         """
         faults = Faults(self.differences(state))
-        workshop = self._workshop
+        workshop, history = self._workshop, History.of(state["history"])
         chosen = self._optimizer.trial()
         live, scheduled, is_new = chosen.live, self._scheduled, chosen.live is None
         if state["optimizer"] is not None:
@@ -601,12 +601,12 @@ class AsyncTrainer(Driveable):
                     bring_back_told(chosen, state, is_new=is_new)
                 if scheduled is not None and state["scheduler"] is not None:
                     bring_back_scheduler(scheduled[1], state["scheduler"])
+                if workshop.numerics.scaler is not None:
+                    workshop.numerics.scaler.load_state_dict(state["scaler"])
         self._optimizer, self._scheduled = chosen, scheduled
-        if workshop.numerics.scaler is not None:
-            workshop.numerics.scaler.load_state_dict(state["scaler"])
         workshop.tally.steps, workshop.tally.skipped = state["steps"], state["skipped"]
         self._epochs_begun = state["epochs"]
-        self._history, self._shown = History.of(state["history"]), None
+        self._history, self._shown = history, None
 
     @contextmanager
     def _at_work(self, live: torch.optim.Optimizer | None) -> Iterator[None]:

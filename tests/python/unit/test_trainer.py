@@ -702,8 +702,8 @@ def several(num):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_is_as_it_was(is_there):
-    given = optim.SGD(lr=0.1, momentum=0.9)
+@pytest.mark.parametrize("given", [optim.SGD(lr=0.1, momentum=0.9), Around])
+def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_is_as_it_was(given, is_there):
     ours, other = (offbeat.AsyncTrainer(plain()) for _ in range(2))
     train(ours, given, epochs=1, scheduler=several(3))
     state = copy.deepcopy((ours.state_dict(), ours.model.state_dict()))
@@ -711,7 +711,8 @@ def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_i
         train(other, given, epochs=1, scheduler=several(2))
         live, others = other.optimizer, {}
     else:
-        live = torch.optim.SGD(other.model.parameters(), lr=0.1, momentum=0.9)
+        kind = Around if given is Around else functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        live = kind(other.model.parameters())
         others = {"optimizer": live, "scheduler": several(2)}
     other.model.load_state_dict(state[1])
     before = copy.deepcopy(live.state_dict())
@@ -725,6 +726,7 @@ def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_i
     assert now["state"].keys() == before["state"].keys()
     for number, entry in now["state"].items():
         assert torch.equal(entry["momentum_buffer"], before["state"][number]["momentum_buffer"])
+    assert getattr(live, "inner", live).param_groups is live.param_groups
     assert other.optimizer is (live if is_there else None)
     train(other, None if is_there else live, epochs=1)
 
