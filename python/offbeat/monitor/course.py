@@ -264,14 +264,12 @@ class Course:
             was_lost, self.is_lost = self.is_lost, not excess.is_finite and is_lost()
             told = f"; {self._words_of_loss()}" if self.is_lost and not was_lost else ""
             place = None if ours is not None else self._to_do_anew(excess)
-        if not self._in_effect or (place is not None and self._is_to_begin(excess, self._in_effect[place])):
-            self._begin()
+        self._make_ready(excess, place)
         if place is not None:
             rung = self._settings.names.index(self._in_effect[place].name)
             self._judge.wait()
         elif excess.is_first or not self._in_effect:  # which may have ended since this step's first alert
-            is_astray = excess.is_finite and not excess.is_new
-            rung, back = self._climb(worker, ours, is_finite=excess.is_finite, is_astray=is_astray)
+            rung, back = self._climb(worker, ours, excess)
         if self._do(rung, worker, place, back):
             told = ""
         elif excess.is_first:
@@ -358,6 +356,8 @@ class Course:
         if back is not None:
             if not self._in_effect[back].taken.is_done:  # whatever is kept is worth more than what is lost
                 self._begin()
+            elif rung is not None and not self._is_broken():
+                self._settings.remedies[self._settings.names.index("rollback")].stay()
             self._act(self._settings.names.index("rollback"), worker, back)
         if rung is not None:
             self._act(rung, worker, place)
@@ -399,7 +399,7 @@ class Course:
         self._is_in_vain = (is_broken and self._judge.has_gone_back) or self._judge.is_exhausted
         if was_in_vain or not self._is_in_vain:
             return ""
-        name = "rollback" if "rollback" in self._settings.names else self._settings.names[-1]
+        name = "rollback" if self._judge.has_gone_back else self._settings.names[-1]
         said = f'"{name}" was taken as often as it may be, in vain'
         # What is finite may be the way it is from now on.
         usual = (
@@ -416,7 +416,7 @@ class Course:
         return excess.is_new or (self.is_lost and not effect.taken.is_done)
 
     def _climb(
-        self, worker: str | None, ours: "_InEffect | None", *, is_finite: bool, is_astray: bool
+        self, worker: str | None, ours: "_InEffect | None", excess: Excess
     ) -> tuple[int | None, int | None]:
         """Give the rung to take for a worker's alert, and the place of the rollback to take again, if any.
 
@@ -443,13 +443,13 @@ class Course:
         if is_in_vain and not self._judge.may_go_back:
             self._judge.wait()
             return None, None
-        is_urgent = not is_finite and not self._is_kept_out()
+        is_urgent = not excess.is_finite and not self._is_kept_out()
         rung = self._judge.climb(
             is_elsewhere=is_elsewhere,
             is_urgent=is_urgent,
             is_lost=is_broken,
             is_in_vain=is_in_vain,
-            is_astray=is_astray,
+            is_astray=excess.is_finite and not excess.is_new,
         )
         return rung, self._place_of_rollback() if self._judge.is_to_go_back else None
 
@@ -489,11 +489,21 @@ class Course:
         effects = (effect for effect in self._in_effect if effect.taken.left_out is not None)
         return next((effect for effect in effects if effect.taken.left_out == worker), None)
 
+    def _make_ready(self, excess: Excess, place: int | None) -> None:
+        """Let remedies note how it is, where what is to be gone by is not what they know of already."""
+        if not self._in_effect or (place is not None and self._is_to_begin(excess, self._in_effect[place])):
+            self._begin()
+        elif excess.is_first and excess.is_new and self._place_of_rollback() is not None:
+            self._each(lambda remedy: remedy.note())
+
     def _begin(self) -> None:
         """Let remedies note what they need of how it was before the alert."""
+        self._each(lambda remedy: remedy.begin())
+
+    def _each(self, make: Callable[[Remedy], None]) -> None:
         for name, remedy in zip(self._settings.names, self._settings.remedies, strict=True):
             try:
-                remedy.begin()
+                make(remedy)
             except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
                 log.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
 

@@ -165,3 +165,7 @@ class Detector:
         scale = max(abs(high), LEAST_SCALES.get(self.metric, 0.0)) if math.isfinite(high) else 0.0
         limit = high + self.threshold * scale
         return limit if self.ceiling is None else min(limit, self.ceiling)
+
+    def is_by_ceiling(self, value: float) -> bool:
+        """Tell whether a value is above the limit by the ceiling alone."""
+        return value > self.limit and not value > self.let_go().limit

@@ -32,13 +32,32 @@ class Rollback(Remedy):
         super().__init__(find)
         self._before: dict[int, int] = {}  # by object: what is older than this is good
         self._gone_to: dict[int, int] = {}  # by object: where it went since the alert, if it did
-        self._recalled: list[list[int | None]] = []  # both, of another process, for as many objects
+        self._noted: dict[int, int] = {}  # by object: as `_before`, of a matter that came since
+        self._recalled: list[list[int | None]] = []  # all three, of another process, for as many objects
 
     def begin(self) -> None:
         """Note where all is: what is newer may have come about by what the alert is about."""
         self._gone_to.clear()
+        self._noted.clear()
         self._recalled = []
         self._before = {id(thing): _first_that_is_bad(thing) for thing in _counted(self.found())}
+
+    def note(self) -> None:
+        """Note where all is: what was kept until now, since it went back, is of before this matter."""
+        self._settle_recalled()
+        self._noted = {id(thing): _first_that_is_bad(thing) for thing in _counted(self.found())}
+
+    def stay(self) -> None:
+        """Let the next going back be to where it was before a matter that is new, or where it was already.
+
+        That is good: what came after it has gone astray, and what comes next is to be otherwise.
+        """
+        self._settle_recalled()
+        if self._noted:
+            self._before, self._noted = self._noted, {}
+            self._gone_to.clear()
+        else:
+            self._before |= {thing: version + 1 for thing, version in self._gone_to.items()}
 
     def take(self, worker: str | None) -> Taken:
         """Go back."""
@@ -47,6 +66,7 @@ class Rollback(Remedy):
         things = self.found()
         counted = _counted(things)
         self._settle_recalled()
+        self._noted.clear()
         for thing in counted:
             chosen = self._roll_back(thing)
             self._before[id(thing)] = self._gone_to[id(thing)] = chosen
@@ -67,27 +87,29 @@ class Rollback(Remedy):
         return Taken(result, _stays, goes_back=True, held=held)
 
     def noted(self) -> list[list[int | None]]:
-        """Give what was older as the alert came, and where it went since, for each that is acted on."""
+        """Give what was older as alerts came, and where it went since, for each that is acted on."""
         if self._recalled:
             return self._recalled
-        return [[self._before.get(id(t)), self._gone_to.get(id(t))] for t in self._known()]
+        all_three = (self._before, self._gone_to, self._noted)
+        return [[values.get(id(thing)) for values in all_three] for thing in self._known()]
 
     def recall(self, noted: Any) -> None:  # noqa: ANN401  as `noted` gave it
         """Go on from there, as soon as there is what it acts on."""
         self._before.clear()
         self._gone_to.clear()
-        self._recalled = [list(pair) for pair in noted]
+        self._noted.clear()
+        self._recalled = [list(values) for values in noted]
 
     def _known(self) -> list[Any]:
         """Give those of which something is noted, also where they do not train now: each keeps its place."""
         return _counted([thing for thing in self._find() if self.may_act_on(thing)])
 
     def _settle_recalled(self) -> None:
-        for thing, (before, gone_to) in zip(self._known(), self._recalled, strict=False):
-            if before is not None:
-                self._before[id(thing)] = before
-            if gone_to is not None:
-                self._gone_to[id(thing)] = gone_to
+        all_three = (self._before, self._gone_to, self._noted)
+        for thing, recalled in zip(self._known(), self._recalled, strict=False):
+            for values, one in zip(all_three, recalled, strict=False):  # older states have two
+                if one is not None:
+                    values[id(thing)] = one
         self._recalled = []
 
     def _roll_back(self, thing: Any) -> int:  # noqa: ANN401  one that is counted

@@ -32,6 +32,11 @@ LOSSES_PER_VARIANCE = 5
 """Of as many losses one after the other a variance is taken; windows that overlap would be so alike that a
 band could not tell how far variances stray."""
 
+MOST_BY_CEILING = 3
+"""Times the patience: alerts that the loss's ceiling alone makes, without a quarter of the quiet steps in
+which the loss is low again, until it is let go of. A rate that is too high is cut three times by then; a
+sound run whose loss stays at another level loses no more than that by it."""
+
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
 model of before still when its server has gone back."""
@@ -87,8 +92,9 @@ class Judge:
     make a step ten times, and be let go of, or climb, in a tenth of the time.
 
     From an alert of the loss on its limit goes no higher, until all is let go of and the loss has been as low
-    as before for as many steps as that takes: one that rises slowly in spite of a remedy, or once it is let
-    go of, would take its range along, and be what is usual. Other metrics rise in sound runs, too.
+    as before for as many steps as that takes, or it has made `MOST_BY_CEILING` times the patience alerts that
+    were none without it: a loss that rises slowly in spite of a remedy, or once it is let go of, would take
+    its range along, and be what is usual. Other metrics rise in sound runs, too.
     """
 
     def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
@@ -106,6 +112,7 @@ class Judge:
         self._unusable: set[Metric] = set()  # of which metrics that was
         self._is_to_go_back = False
         self._held: float | None = None  # the upper edge of the loss's range when its limit was held
+        self._num_by_ceiling = 0  # alerts that were none without it
         self._low: Counter[str | None] = Counter()  # steps whose loss was no higher, as `_quiet`
         self._step = 0
         self._worker: str | None = None
@@ -122,6 +129,8 @@ class Judge:
             self._num_unusable = 0
             self._unusable.clear()
         self._low[worker] += last.was_low
+        if 4 * self._low[worker] >= self._ladder.quiet_steps:
+            self._num_by_ceiling = 0  # the loss has come back: the ceiling was right
         if not self.standing.taken and self._low[worker] >= self._ladder.quiet_steps:
             self._let_go_of_limit()
         if last.had_excess or not last.had_value_in_range:
@@ -132,6 +141,7 @@ class Judge:
         self.standing, released = after_quiet(self.standing, self._ladder)
         if self.standing.quiet == 0:
             self._quiet.clear()
+        if released is not None:
             self._low.clear()
         return released
 
@@ -161,7 +171,7 @@ class Judge:
         if verdict != "alert":
             return None
         if metric == "loss":
-            self._hold_limit()
+            self._hold_limit(is_by_ceiling=detector.is_by_ceiling(value))
         is_new = not self._spells
         self._spells[key] = spell = (
             Spell(self._step, detector.expected) if known is None else known.after_alert()
@@ -272,7 +282,7 @@ class Judge:
         above = [metric for metric, detector in self.detectors.items() if detector.is_above]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
-            self._held = None
+            self._held, self._num_by_ceiling = None, 0
         return above
 
     def end(self, place: int) -> None:
@@ -280,14 +290,18 @@ class Judge:
         taken = self.standing.taken
         self.standing = replace(self.standing, taken=(*taken[:place], *taken[place + 1 :]))
 
-    def _hold_limit(self) -> None:
-        """Let the loss's limit go no higher from here on."""
+    def _hold_limit(self, *, is_by_ceiling: bool) -> None:
+        """Let the loss's limit go no higher from here on, unless that alone has made alerts enough."""
         self._low.clear()
+        self._num_by_ceiling += is_by_ceiling
         detector = self.detectors["loss"]
-        if self._held is None and detector.band.is_ready:
+        if self._num_by_ceiling >= MOST_BY_CEILING * self._ladder.patience:
+            self._let_go_of_limit()  # the loss is what it is
+        elif self._held is None and detector.band.is_ready:
             self._held, self.detectors["loss"] = detector.high, detector.held()
 
     def _let_go_of_limit(self) -> None:
+        self._num_by_ceiling = 0
         if self._held is not None:
             self._held, self.detectors["loss"] = None, self.detectors["loss"].let_go()
 
@@ -300,6 +314,7 @@ class Judge:
             "quiet": list(self._quiet.items()),
             "held": self._held,
             "low": list(self._low.items()),
+            "num_by_ceiling": self._num_by_ceiling,
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -323,6 +338,7 @@ class Judge:
         self._num_unusable = int(state.get("num_unusable", 0))  # which states had not, once
         self._unusable = set(state.get("unusable", ()))  # likewise
         self._held, self._low = state.get("held"), Counter(dict(state.get("low", ())))  # likewise
+        self._num_by_ceiling = int(state.get("num_by_ceiling", 0))  # likewise
 
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.

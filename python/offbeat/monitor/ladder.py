@@ -139,7 +139,7 @@ def has_gone_back(standing: Standing, ladder: Ladder) -> bool:
 
 def is_exhausted(standing: Standing, ladder: Ladder) -> bool:
     """Tell whether alerts persist although all was taken as often as it may be, and more than once."""
-    does_more = has_gone_back(standing, ladder) or (ladder.back is None and ladder.repeats > 1)
+    does_more = has_gone_back(standing, ladder) or ladder.repeats > 1
     is_over = does_more and bool(standing.taken) and _next(standing.taken, ladder) is None
     return is_over and standing.strikes >= ladder.patience
 

@@ -62,6 +62,12 @@ class Remedy(ABC):
     def begin(self) -> None:  # noqa: B027  few have something to note
         """Hear that an alert has come that is a new matter: it is to go by how all is now."""
 
+    def note(self) -> None:  # noqa: B027  likewise
+        """Hear that an alert has come that is a new matter, while something is in effect for another."""
+
+    def stay(self) -> None:  # noqa: B027  likewise
+        """Hear that it is to be taken once more for a later remedy's sake, and need do no more than that."""
+
     @abstractmethod
     def take(self, worker: str | None) -> Taken:
         """Act.

@@ -401,3 +401,53 @@ def test_where_gradients_are_not_heard_of_a_model_that_breaks_again_later_goes_b
     for step in range(300):
         monitor.observe(step, loss=math.nan if step in (100, *range(200, 210)) else 1.0)
     assert thing.num_calls > 1
+
+
+class Steps:
+    """Keeps a checkpoint of each tenth step, the newest three, and knows to which it went back."""
+
+    def __init__(self):
+        self.began_step, self.went = 0, []
+
+    def checkpoint_steps(self):
+        newest = self.began_step // 10 * 10
+        return [step for step in range(newest, newest - 30, -10) if step > 0]
+
+    def rollback(self, step=None):
+        self.went.append(step)
+        return step
+
+
+def astray(losses, *, state_at=()):
+    """Observe losses beside a rollback and a learning rate, in another process from some steps on."""
+    model, thing = net(), Steps()
+    live = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = {"patience": 2, "warm_up": 5, "quiet_steps": 1000, "acts_on": [thing, live]}
+
+    def made():
+        return AsyncTrainingMonitor(model, remediation_strategy=["rollback", "reduce_lr"], **given)
+
+    monitor = made()
+    for step, loss in enumerate(losses):
+        thing.began_step = step
+        if step in state_at:
+            state = monitor.state_dict()
+            monitor.close()
+            monitor = made()
+            monitor.load_state_dict(state)
+        monitor.observe(step, loss=loss)
+    return thing.went
+
+
+@pytest.mark.parametrize("state_at", [(), (46,), (48,), (76,), (46, 48, 76, 78)])
+def test_a_lower_rate_begins_where_it_went_before_or_of_a_new_matter_at_what_was_kept_before_that(state_at):
+    losses = [1.0] * 100
+    losses[45:50] = [9.0] * 5  # a rollback at the first; each two more alerts cut the rate
+    losses[75:79] = [9.0] * 4  # likewise, of a matter that is new, whose first alert goes back to nothing
+    assert astray(losses, state_at=state_at) == [40, 40, 40, 70, 70]
+
+
+def test_alerts_far_from_one_another_go_back_once_and_lose_nothing_by_a_lower_rate():
+    losses = [1.0] * 200
+    losses[45::20] = [9.0] * len(losses[45::20])
+    assert astray(losses) == [40]
