@@ -9,6 +9,8 @@ __all__ = ["momentum_of", "shrinks", "words_of"]
 
 HIGH = 0.5
 """Momentum from which on it is warned of."""
+LEAST = 1e-3
+"""Momentum below which Nesterov's is as any, but for rounding."""
 
 
 def shrinks(momentum: float, *, is_nesterov: bool = False) -> float:
@@ -30,7 +32,7 @@ def shrinks(momentum: float, *, is_nesterov: bool = False) -> float:
         is_nesterov: It is Nesterov's.
     """
     m = momentum
-    if not is_nesterov or m == 0:
+    if not is_nesterov or m < LEAST:
         return 2 * (1 + m) / (1 - m)
     root = math.sqrt((1 - m**2) ** 2 + 4 * m**2 * (1 - m))
     return 2 * (1 + m) / (1 + 2 * m) * 2 * m**2 / (root - (1 - m**2))

@@ -154,9 +154,13 @@ def _with_inner(live: torch.optim.Optimizer | None) -> list[torch.optim.Optimize
     left: list[object] = [live]
     while left:
         one = left.pop()
-        if isinstance(one, torch.optim.Optimizer) and not any(one is other for other in found):
-            found.append(one)
-            left += vars(one).values()
+        if isinstance(one, list | tuple):
+            left += one
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, torch.optim.Optimizer) and not any(one is other for other in found):
+            found += [one] if hasattr(one, "param_groups") else []  # else it is made later
+            left += (value for name, value in vars(one).items() if name not in ("state", "param_groups"))
     return found
 
 
