@@ -360,6 +360,8 @@ class Course:
                 self._settings.remedies[self._settings.names.index("rollback")].stay()
             self._act(self._settings.names.index("rollback"), worker, back)
         if rung is not None:
+            if back is None and place is None and not self._is_broken():
+                self._settings.remedies[rung].renew()
             self._act(rung, worker, place)
         if self.num_went_back == num_went_back:
             return False

@@ -53,11 +53,15 @@ class Rollback(Remedy):
         That is good: what came after it has gone astray, and what comes next is to be otherwise.
         """
         self._settle_recalled()
+        self._before |= {thing: version + 1 for thing, version in self._gone_to.items()}
+        self.renew()
+
+    def renew(self) -> None:
+        """Let the next going back be to where it was before a matter that is new, if one was noted."""
+        self._settle_recalled()
         if self._noted:
             self._before, self._noted = self._noted, {}
             self._gone_to.clear()
-        else:
-            self._before |= {thing: version + 1 for thing, version in self._gone_to.items()}
 
     def take(self, worker: str | None) -> Taken:
         """Go back."""

@@ -24,7 +24,7 @@ from offbeat.monitor.ladder import (
     until_again,
 )
 from offbeat.monitor.onset import Onset
-from offbeat.monitor.spell import Spell
+from offbeat.monitor.spell import QUIET_VALUES, Spell
 
 __all__ = ["Excess", "Judge"]
 
@@ -33,9 +33,9 @@ LOSSES_PER_VARIANCE = 5
 band could not tell how far variances stray."""
 
 MOST_BY_CEILING = 3
-"""Times the patience: alerts that the loss's ceiling alone makes, without a quarter of the quiet steps in
-which the loss is low again, until it is let go of. A rate that is too high is cut three times by then; a
-sound run whose loss stays at another level loses no more than that by it."""
+"""Times the patience: alerts that the loss's ceiling alone makes, without the quiet steps in between in which
+the loss is low again, until it is let go of. A rate that is too high is cut three times by then; a sound run
+whose loss stays at another level loses no more than that by it."""
 
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
@@ -129,7 +129,7 @@ class Judge:
             self._num_unusable = 0
             self._unusable.clear()
         self._low[worker] += last.was_low
-        if 4 * self._low[worker] >= self._ladder.quiet_steps:
+        if self._low[worker] >= self._ladder.quiet_steps:
             self._num_by_ceiling = 0  # the loss has come back: the ceiling was right
         if not self.standing.taken and self._low[worker] >= self._ladder.quiet_steps:
             self._let_go_of_limit()
@@ -172,7 +172,8 @@ class Judge:
             return None
         if metric == "loss":
             self._hold_limit(is_by_ceiling=detector.is_by_ceiling(value))
-        is_new = not self._spells
+        # A worker that has left in the middle of its alerts ends none of them.
+        is_new = not self._spells or self.standing.quiet >= QUIET_VALUES
         self._spells[key] = spell = (
             Spell(self._step, detector.expected) if known is None else known.after_alert()
         )

@@ -65,6 +65,9 @@ class Remedy(ABC):
     def note(self) -> None:  # noqa: B027  likewise
         """Hear that an alert has come that is a new matter, while something is in effect for another."""
 
+    def renew(self) -> None:  # noqa: B027  likewise
+        """Hear that it is to be taken: for the matter that was noted last, if one was."""
+
     def stay(self) -> None:  # noqa: B027  likewise
         """Hear that it is to be taken once more for a later remedy's sake, and need do no more than that."""
 

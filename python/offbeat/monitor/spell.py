@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-__all__ = ["Spell"]
+__all__ = ["QUIET_VALUES", "Spell"]
 
 NO_RANGE = (-math.inf, math.inf)
 

@@ -418,14 +418,14 @@ class Steps:
         return step
 
 
-def astray(losses, *, state_at=()):
+def astray(losses, *, state_at=(), ladder=("rollback", "reduce_lr")):
     """Observe losses beside a rollback and a learning rate, in another process from some steps on."""
     model, thing = net(), Steps()
     live = torch.optim.SGD(model.parameters(), lr=1.0)
-    given = {"patience": 2, "warm_up": 5, "quiet_steps": 1000, "acts_on": [thing, live]}
+    given = {"patience": 2, "warm_up": 5, "quiet_steps": 1000, "acts_on": [thing, live][: len(ladder)]}
 
     def made():
-        return AsyncTrainingMonitor(model, remediation_strategy=["rollback", "reduce_lr"], **given)
+        return AsyncTrainingMonitor(model, remediation_strategy=list(ladder), **given)
 
     monitor = made()
     for step, loss in enumerate(losses):
@@ -451,3 +451,11 @@ def test_alerts_far_from_one_another_go_back_once_and_lose_nothing_by_a_lower_ra
     losses = [1.0] * 200
     losses[45::20] = [9.0] * len(losses[45::20])
     assert astray(losses) == [40]
+
+
+def test_where_nothing_comes_behind_it_it_goes_further_back_while_an_alert_persists_and_not_for_another():
+    losses = [1.0] * 100
+    losses[45:48] = [9.0] * 3
+    assert astray(losses, ladder=["rollback"]) == [40, 30]
+    losses[75] = losses[95] = 9.0  # each a matter of its own, of which two have been waited for
+    assert astray(losses, ladder=["rollback"]) == [40, 30, 90]
