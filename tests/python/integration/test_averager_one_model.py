@@ -14,7 +14,7 @@ SYNCHRONOUS, ASYNCHRONOUS = {}, {"method": "diloco", "asynchronous": True}
 @pytest.fixture
 def at(request, monkeypatch):
     """Make averagers, which are closed at the end."""
-    monkeypatch.setattr("offbeat.averaging.waiting.BEGIN_S", 0.01)  # for whom nobody starts here
+    monkeypatch.setattr("offbeat.averaging.waiting.BEGIN_S", 2.0)  # for whom nobody starts here
 
     def make(server, model, *place, **settings):
         address = server if isinstance(server, str) else server.address
