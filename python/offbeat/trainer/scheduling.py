@@ -135,9 +135,10 @@ def shared_faults(metric: object, others: Sequence[object]) -> list[str]:
 
 @contextmanager
 def as_it_was_after_failure(live: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Undo what making a scheduler does to its optimizer, where that, or what comes after, fails in here.
+    """Leave an optimizer, and those that it is around, as they were, where something fails in here.
 
-    Most set the learning rate at once, and each puts its own step around the optimizer's.
+    Most schedulers set the learning rate as they are made, and each puts its own step around the optimizer's;
+    a state that is loaded replaces what the optimizer remembers.
     """
     undo = [_undoing(one) for one in _with_inner(live)]
     try:
@@ -152,13 +153,17 @@ def _with_inner(live: torch.optim.Optimizer | None) -> list[torch.optim.Optimize
     """Give an optimizer with those that it is around."""
     found: list[torch.optim.Optimizer] = []
     left: list[object] = [live]
+    seen: set[int] = set()  # an attribute may hold itself
     while left:
         one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
         if isinstance(one, list | tuple):
             left += one
         elif isinstance(one, dict):
             left += one.values()
-        elif isinstance(one, torch.optim.Optimizer) and not any(one is other for other in found):
+        elif isinstance(one, torch.optim.Optimizer):
             found += [one] if hasattr(one, "param_groups") else []  # else it is made later
             left += (value for name, value in vars(one).items() if name not in ("state", "param_groups"))
     return found

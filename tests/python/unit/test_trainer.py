@@ -660,6 +660,8 @@ class Around(torch.optim.Optimizer):
         self.inner = torch.optim.SGD(params, lr=0.1, momentum=0.9)
         super().__init__(self.inner.param_groups, {})
         self.param_groups = self.inner.param_groups
+        self.told = {"of": self, "optimizers": [self.inner]}
+        self.told["told"] = self.told  # which goes round
 
     def step(self, closure=None):
         return self.inner.step(closure)
