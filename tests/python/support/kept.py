@@ -33,6 +33,8 @@ AT_A_WORD = (
     "-c",
     """
 import select, sys
+import locale, ml_dtypes, safetensors.numpy
+import offbeat._offbeat, offbeat.cli.model_file, offbeat.cli.server, offbeat.cli.serving, offbeat.server
 from offbeat.cli import main
 print("loaded", flush=True)
 select.select([sys.stdin], [], [])
@@ -41,7 +43,8 @@ sys.exit(main.main())
 )
 """`offbeat`, which begins when a line comes on its stdin.
 
-It does not read it: a tracer that comes while it does so may count that call or not.
+It does not read it: a tracer that comes while it does so may count that call or not. What a start imports is
+there before: how many calls an import makes goes by whether somebody has compiled the module meanwhile.
 """
 
 
