@@ -41,13 +41,13 @@ def shrinks(momentum: float, *, is_nesterov: bool = False) -> float:
 def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     """Give the momentum that costs most among an optimizer's groups, and whether it is Nesterov's.
 
-    That is SGD's, or the first of Adam's betas; 0 without any.
+    That is SGD's, or the first of Adam's betas; 0 where none is high.
     """
     is_nadam = isinstance(optimizer, torch.optim.NAdam)
     found = [
         (momentum, is_nadam or bool(group.get("nesterov")))
         for group in optimizer.param_groups
-        if 0 < (momentum := _of_group(group)) < 1
+        if HIGH <= (momentum := _of_group(group)) < 1
     ]
     return max(found, key=lambda one: shrinks(one[0], is_nesterov=one[1]), default=(0.0, False))
 
@@ -62,7 +62,7 @@ def _of_group(group: dict[str, Any]) -> float:
 def words_of(optimizer: torch.optim.Optimizer) -> str | None:
     """Word the warning; None where momentum is low, and a late update does little harm."""
     momentum, is_nesterov = momentum_of(optimizer)
-    if momentum < HIGH:
+    if momentum == 0:
         return None
     times, less = (f"{shrinks(one, is_nesterov=is_nesterov):.0f}" for one in (momentum, HIGH))
     lower = f"or less momentum ({HIGH:g}: {less} times; none: {shrinks(0.0):.0f}) or a smaller lr"

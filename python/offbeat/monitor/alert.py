@@ -92,11 +92,16 @@ class Recovery:
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         alerts = "1 alert" if self.num_alerts == 1 else f"{self.num_alerts} alerts"
         now, then = f"{self.expected[1]:.4g}", f"{self.expected_then[1]:.4g}"
-        moved = f"; when that began up to {then}" if then not in (now, "inf") else ""
-        where = "which is still learnt" if now == "inf" else f"up to {now}{moved}"
+        if self.value > self.expected_then[1]:  # it has not come back: the range has come to it
+            where = f"which is usual by now (up to {now}) and was not when that began (up to {then})"
+        else:
+            moved = f"; when that began up to {then}" if then not in (now, "inf") else ""
+            where = (
+                f"in its range again ({f'up to {now}{moved}' if now != 'inf' else 'which is still learnt'})"
+            )
         return (
-            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, in its range again ({where}), "
-            f"after {alerts} since step {self.since}"
+            f"step {self.step}: {self.metric}{whose} is {self.value:.4g}, {where}, after {alerts} since step "
+            f"{self.since}"
         )
 
 

@@ -4,11 +4,12 @@ import copy
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from offbeat import log, process
 from offbeat.errors import ClosedError, OffbeatError
 from offbeat.monitor.alert import Alert, Recovery, Release
+from offbeat.monitor.detector import Metric
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.remedy import Remedy, Taken
@@ -18,6 +19,8 @@ from offbeat.monitor.spell import Spell
 from offbeat.tracking import alerts
 
 __all__ = ["Course"]
+
+_Ready: TypeAlias = Literal["begin", "note", "renew", "stay"]
 
 MOST_KEPT = 1000
 """Alerts, recoveries, and releases, for the report."""
@@ -260,6 +263,7 @@ class Course:
         """Act on a value that is out of range, if it is time to, and make the alert."""
         ours = self._left_out(worker)
         place, rung, back, told = None, None, None, ""
+        learnt: list[Metric] = []
         if excess.is_first:
             was_lost, self.is_lost = self.is_lost, not excess.is_finite and is_lost()
             told = f"; {self._words_of_loss()}" if self.is_lost and not was_lost else ""
@@ -273,7 +277,8 @@ class Course:
         if self._do(rung, worker, place, back):
             told = ""
         elif excess.is_first:
-            told += self._told_in_vain()
+            learnt, said = self._learn_level(excess)
+            told += said or self._told_in_vain()
         effect, result, has_acted = self._done(rung, ours, place, back)
         action, is_done = effect.name, effect.taken.is_done
         # Nobody waits now, as "in effect" would say.
@@ -304,6 +309,9 @@ class Course:
             log.warn(str(alert))
         else:
             log.debug("%s", alert)
+        if learnt:
+            self._judge.end_all(learnt)
+            self.let_go()
         return alert
 
     def _recover(
@@ -357,11 +365,11 @@ class Course:
             if not self._in_effect[back].taken.is_done:  # whatever is kept is worth more than what is lost
                 self._begin()
             elif rung is not None and not self._is_broken():
-                self._settings.remedies[self._settings.names.index("rollback")].stay()
+                self._make("rollback", "stay" if self._judge.is_to_stay else "renew")
             self._act(self._settings.names.index("rollback"), worker, back)
         if rung is not None:
             if back is None and place is None and not self._is_broken():
-                self._settings.remedies[rung].renew()
+                self._make(self._settings.names[rung], "renew")
             self._act(rung, worker, place)
         if self.num_went_back == num_went_back:
             return False
@@ -394,6 +402,30 @@ class Course:
         is_stuck = self._judge.is_stuck and self.keeps_out_non_finite
         return self.is_lost or (is_stuck and self._has_passed)
 
+    def _learn_level(self, excess: Excess) -> tuple[list[Metric], str]:
+        """Learn a level anew where no remedy is for it, or all were taken and one slows the run.
+
+        Returns:
+            The metrics of which that is done, and what there is to say of it.
+        """
+        slows = any(self._remedy(name).slows for name in self.in_effect)
+        num_strikes = self._judge.standing.strikes
+        is_for_long = slows and self._judge.is_exhausted and num_strikes >= LONG
+        if not excess.is_finite or self._is_broken() or not (self._judge.is_of_data or is_for_long):
+            return [], ""
+        if not (metrics := self._judge.take_level()):
+            return [], ""
+        why = (
+            "no step was in the range on all that it went back to, so that it is not the model"
+            if self._judge.is_of_data
+            else f"{num_strikes} steps have had an alert since all was taken that there is"
+        )
+        names = " and ".join(metrics)
+        return metrics, (
+            f"; {why}: what {names} is now is taken for usual, its range is learnt anew, and what is in "
+            f"effect is let go of"
+        )
+
     def _told_in_vain(self) -> str:
         """Say what helps where it was gone back as often as may be, once each time that this is so."""
         was_in_vain = self._is_in_vain
@@ -403,11 +435,14 @@ class Course:
             return ""
         name = "rollback" if self._judge.has_gone_back else self._settings.names[-1]
         said = f'"{name}" was taken as often as it may be, in vain'
-        # What is finite may be the way it is from now on.
-        usual = (
-            "" if is_broken else ", and such values are not right from now on (monitor.reset() learns those)"
+        if is_broken:
+            return f"; {said}: where the data is sound, {self._words_of_help()}"
+        slows = any(self._remedy(name).slows for name in self.in_effect)
+        itself = f", as is done after {LONG} steps with an alert" if slows else ""
+        return (
+            f"; {said}: where such values are right from now on, monitor.reset() learns them{itself}; where "
+            f"the model has gone astray, {self._words_of_help(is_cut='reduce_lr' in self._settings.names)}"
         )
-        return f"; {said}: where the data is sound{usual}, {self._words_of_help()}"
 
     def _is_to_begin(self, excess: Excess, effect: "_InEffect") -> bool:
         """Tell whether what is done anew is to go by how it is now, and not as the matter began.
@@ -452,8 +487,20 @@ class Course:
             is_lost=is_broken,
             is_in_vain=is_in_vain,
             is_astray=excess.is_finite and not excess.is_new,
+            falls=excess.metric if excess.is_finite and excess.metric != "non_finite" else None,
         )
-        return rung, self._place_of_rollback() if self._judge.is_to_go_back else None
+        return rung, self._place_of_rollback() if self._may_go_again() else None
+
+    def _may_go_again(self) -> bool:
+        """Tell whether the alert that was climbed for last is one to go back for, and that may be."""
+        if not self._judge.is_to_go_back or self._is_broken():
+            return self._judge.is_to_go_back
+        place = self._place_of_rollback()
+        is_done = place is not None and self._in_effect[place].taken.is_done
+        return is_done and self._remedy("rollback").can_stay
+
+    def _remedy(self, name: str) -> Remedy:
+        return self._settings.remedies[self._settings.names.index(name)]
 
     def _words_of_loss(self) -> str:
         """Say that parameters are lost, and what there is to do about it here."""
@@ -463,13 +510,13 @@ class Course:
         instead = 'put "rollback" on the ladder' if self._settings.can_roll_back() else start
         return f"parameters are not finite, and none of these remedies helps: {instead}"
 
-    def _words_of_help(self) -> str:
-        """Say what mends a model that no remedy here does."""
+    def _words_of_help(self, *, is_cut: bool = False) -> str:
+        """Say what mends a model that no remedy here does, though its rate was cut or was not."""
         again = "start again from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
         if self._settings.can_roll_back():
             back = "call trainer.rollback() from a callback, or server.rollback() of a ParameterServer, or "
-            return f"{back}{again}; with a lower learning rate"
-        return f"{again}; with a lower learning rate"
+            again = f"{back}{again}"
+        return again if is_cut else f"{again}; with a lower learning rate"
 
     def _words_of_pause(self, step: int) -> str:
         """Say that there was a pause, and when there is none before: training goes on at this alert."""
@@ -496,18 +543,22 @@ class Course:
         if not self._in_effect or (place is not None and self._is_to_begin(excess, self._in_effect[place])):
             self._begin()
         elif excess.is_first and excess.is_new and self._place_of_rollback() is not None:
-            self._each(lambda remedy: remedy.note())
+            self._each("note")
 
     def _begin(self) -> None:
         """Let remedies note what they need of how it was before the alert."""
-        self._each(lambda remedy: remedy.begin())
+        self._each("begin")
 
-    def _each(self, make: Callable[[Remedy], None]) -> None:
-        for name, remedy in zip(self._settings.names, self._settings.remedies, strict=True):
-            try:
-                make(remedy)
-            except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
-                log.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
+    def _each(self, what: _Ready) -> None:
+        for name in self._settings.names:
+            self._make(name, what)
+
+    def _make(self, name: str, what: _Ready) -> None:
+        """Make a remedy ready for what comes."""
+        try:
+            getattr(self._remedy(name), what)()
+        except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
+            log.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
 
     def _act(self, rung: int, worker: str | None, place: int | None) -> None:
         """Take a remedy, as the newest in effect, or anew in the place of what was."""

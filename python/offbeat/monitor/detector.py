@@ -67,7 +67,7 @@ class Detector:
         band: The range.
         recent: The last values.
         onset: The first values, which say what is expected as long as the band does not; None: none yet.
-        ceiling: What the limit is at most, whatever comes; None: whatever the band says.
+        ceiling: The upper edge that the limit goes by at most, whatever comes; None: by the band's alone.
     """
 
     metric: Metric
@@ -137,15 +137,21 @@ class Detector:
         return bool(self.recent) and sum(self.recent) / len(self.recent) > self.limit
 
     @property
+    def level(self) -> float:
+        """The mean of the last values that are finite, in the metric's own unit or its root; NaN: none."""
+        return sum(self.recent) / len(self.recent) if self.recent else math.nan
+
+    @property
     def high(self) -> float:
         """The upper edge, of a value or the root of one that is a square; infinite in the warm-up."""
-        return self.band.high if self.ceiling is None else min(self.band.high, self.ceiling)
+        high = self.band.high
+        return high if self.ceiling is None else min(high, self._limit_of(self.ceiling))
 
     def held(self) -> "Detector":
         """Give one whose limit goes no higher than it is."""
         if self.ceiling is not None or not self.band.is_ready:
             return self
-        return replace(self, ceiling=self.limit)
+        return replace(self, ceiling=self.band.high)
 
     def let_go(self) -> "Detector":
         """Give one whose limit goes by the band again."""
@@ -161,10 +167,12 @@ class Detector:
     @property
     def limit(self) -> float:
         """What a value, or the root of one that is a square, has to exceed."""
-        high = self.band.high
+        limit = self._limit_of(self.band.high)
+        return limit if self.ceiling is None else min(limit, self._limit_of(self.ceiling))
+
+    def _limit_of(self, high: float) -> float:
         scale = max(abs(high), LEAST_SCALES.get(self.metric, 0.0)) if math.isfinite(high) else 0.0
-        limit = high + self.threshold * scale
-        return limit if self.ceiling is None else min(limit, self.ceiling)
+        return high + self.threshold * scale
 
     def is_by_ceiling(self, value: float) -> bool:
         """Tell whether a value is above the limit by the ceiling alone."""

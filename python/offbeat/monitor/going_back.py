@@ -47,6 +47,11 @@ class Rollback(Remedy):
         self._settle_recalled()
         self._noted = {id(thing): _first_that_is_bad(thing) for thing in _counted(self.found())}
 
+    @property
+    def can_stay(self) -> bool:
+        """Whether it is known where it went: of what does not tell, each going back may be further."""
+        return bool(self._gone_to) or any(values[1] is not None for values in self._recalled)
+
     def stay(self) -> None:
         """Let the next going back be to where it was before a matter that is new, or where it was already.
 
@@ -109,6 +114,8 @@ class Rollback(Remedy):
         return _counted([thing for thing in self._find() if self.may_act_on(thing)])
 
     def _settle_recalled(self) -> None:
+        if not self._recalled:
+            return
         all_three = (self._before, self._gone_to, self._noted)
         for thing, recalled in zip(self._known(), self._recalled, strict=False):
             for values, one in zip(all_three, recalled, strict=False):  # older states have two

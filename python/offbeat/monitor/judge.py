@@ -16,6 +16,7 @@ from offbeat.monitor.ladder import (
     Standing,
     after_alert,
     after_quiet,
+    ended,
     has_gone_back,
     has_more,
     is_exhausted,
@@ -33,9 +34,17 @@ LOSSES_PER_VARIANCE = 5
 band could not tell how far variances stray."""
 
 MOST_BY_CEILING = 3
-"""Times the patience: alerts that the loss's ceiling alone makes, without the quiet steps in between in which
-the loss is low again, until it is let go of. A rate that is too high is cut three times by then; a sound run
-whose loss stays at another level loses no more than that by it."""
+"""Times the patience, or as many times as there are remedies where those are more: alerts that the loss's
+ceiling alone makes of one worker, without the quiet steps in between in which the loss is low again, until it
+is let go of. A rate that is too high is cut three times by then; a sound run whose loss stays at another
+level loses no more than that by it."""
+
+LONG_CALM = 10
+"""Times the quiet steps, without an alert and with nothing in effect, until a ceiling is let go of under
+which the loss has stayed, and has not come back. What takes longer to reach it is no divergence."""
+
+LEAST_FALL = 0.01
+"""Share by which the last values are lower than those when patience began, so that a metric falls."""
 
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
@@ -91,10 +100,11 @@ class Judge:
     each has steps of its own, and those count of the worker that has made most: else ten workers would
     make a step ten times, and be let go of, or climb, in a tenth of the time.
 
-    From an alert of the loss on its limit goes no higher, until all is let go of and the loss has been as low
-    as before for as many steps as that takes, or it has made `MOST_BY_CEILING` times the patience alerts that
-    were none without it: a loss that rises slowly in spite of a remedy, or once it is let go of, would take
-    its range along, and be what is usual. Other metrics rise in sound runs, too.
+    From an alert of a loss that is finite on its limit goes no higher, until all is let go of and the loss
+    has been as low as before for as many steps as that takes, or in its range for `LONG_CALM` times as many,
+    or it has made so many alerts that were none without it (`MOST_BY_CEILING`): a loss that rises slowly in
+    spite of a remedy, or once it is let go of, would take its range along, and be what is usual. Other
+    metrics rise in sound runs, too.
     """
 
     def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
@@ -111,9 +121,13 @@ class Judge:
         self._num_unusable = 0  # steps in a row, whose ever, with something that is not finite
         self._unusable: set[Metric] = set()  # of which metrics that was
         self._is_to_go_back = False
-        self._held: float | None = None  # the upper edge of the loss's range when its limit was held
-        self._num_by_ceiling = 0  # alerts that were none without it
-        self._low: Counter[str | None] = Counter()  # steps whose loss was no higher, as `_quiet`
+        self._by_ceiling: Counter[str | None] = Counter()  # alerts that were none without the loss's ceiling
+        self._low: Counter[str | None] = Counter()  # steps whose loss was no higher than that, as `_quiet`
+        self._calm: Counter[str | None] = Counter()  # steps in the range since, with nothing in effect
+        self._levels: dict[Metric, float] = {}  # what the last values were when patience began
+        self._num_back = 0  # how often it was gone back since a step was in the range
+        self._is_of_data = False
+        self._is_well = True  # a step was in the range since it was gone back
         self._step = 0
         self._worker: str | None = None
         self._losses: list[float] = []
@@ -130,12 +144,16 @@ class Judge:
             self._unusable.clear()
         self._low[worker] += last.was_low
         if self._low[worker] >= self._ladder.quiet_steps:
-            self._num_by_ceiling = 0  # the loss has come back: the ceiling was right
-        if not self.standing.taken and self._low[worker] >= self._ladder.quiet_steps:
+            self._by_ceiling.clear()  # the loss has come back: the ceiling was right
+        is_over = self._low[worker] >= self._ladder.quiet_steps
+        is_over |= self._calm[worker] >= LONG_CALM * self._ladder.quiet_steps
+        if is_over and not self.standing.taken:
             self._let_go_of_limit()
         if last.had_excess or not last.had_value_in_range:
             return None
+        self._is_well = True
         self._quiet[worker] += 1
+        self._calm[worker] += not self.standing.taken
         if self._quiet[worker] <= self.standing.quiet:
             return None
         self.standing, released = after_quiet(self.standing, self._ladder)
@@ -166,11 +184,11 @@ class Judge:
             self._spells[key] = known = known.after_quiet()
             if known.is_over:
                 self._over = self._spells.pop(key)
-        if metric == "loss" and self._held is not None:
-            step.was_low = value <= self._held
+        if metric == "loss" and detector.ceiling is not None:
+            step.was_low = value <= detector.ceiling
         if verdict != "alert":
             return None
-        if metric == "loss":
+        if metric == "loss" and is_usable(value):
             self._hold_limit(is_by_ceiling=detector.is_by_ceiling(value))
         # A worker that has left in the middle of its alerts ends none of them.
         is_new = not self._spells or self.standing.quiet >= QUIET_VALUES
@@ -185,11 +203,32 @@ class Judge:
         step = self._steps.setdefault(self._worker, _Step())
         self._num_unusable += not step.had_unusable
         step.had_value = step.had_unusable = True
+        self._num_back = 0  # that it is not in the range is another matter
 
     def went_back(self) -> None:
         """Note that the model is another, of which nothing is known yet."""
         self._num_unusable = 0
         self._unusable.clear()
+        self._num_back = 1 if self._is_well else self._num_back + 1
+        self._levels.clear()  # which are not of this one: that it begins lower helps nothing
+        self._is_well = False
+
+    @property
+    def is_to_stay(self) -> bool:
+        """Whether the remedy that goes back, taken once more with another, need go no further than it did.
+
+        Not where no step has been in the range since: what it went to may have been astray, too.
+        """
+        return self._is_well
+
+    @property
+    def is_of_data(self) -> bool:
+        """Whether the alert that was climbed for last is of what is measured, and not of the model.
+
+        No step was in the range on all that was gone back to, and patience is over: neither going back nor
+        what comes behind it is for that.
+        """
+        return self._is_of_data
 
     @property
     def is_stuck(self) -> bool:
@@ -244,19 +283,29 @@ class Judge:
         is_lost: bool = False,
         is_in_vain: bool = False,
         is_astray: bool = False,
+        falls: Metric | None = None,
     ) -> int | None:
         """Take the step's alert into account; give the rung to take, if it is time.
 
-        All as `after_alert` has them; what is taken again has its patience. `is_to_go_back` tells the rest.
+        All as `after_alert` has them; what is taken again has its patience. `falls` is the metric of which it
+        counts whether it does, or None. `is_to_go_back` and `is_of_data` tell the rest.
         """
         self._is_to_go_back = False
         is_urgent = is_urgent and has_more(self.standing.taken, self._ladder)
         self._strikes[self._worker] += 1
         is_counted = self._strikes[self._worker] <= self.standing.strikes  # by another worker's
+        self._is_of_data = False
         if self.standing.taken and is_counted and not (is_elsewhere or is_urgent):
             self.wait()
             return None
         self._quiet.clear()
+        is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else what comes next harms nothing
+        has_gone_in_vain = not self._is_well and self._num_back >= self._ladder.most_back > 0 and is_behind
+        is_over = self.standing.strikes + 1 >= self._ladder.patience
+        if is_astray and has_gone_in_vain and is_over and not is_lost:
+            self._is_of_data = True
+            self.standing = replace(noted(self.standing), strikes=0)
+            return None
         before = self.standing
         self.standing, rung = after_alert(
             self.standing,
@@ -266,12 +315,19 @@ class Judge:
             is_lost=is_lost,
             is_in_vain=is_in_vain,
             is_astray=is_astray,
+            is_falling=falls is not None and self._is_falling(falls),
         )
         now = self.standing
+        if now.strikes == 0:  # patience begins anew
+            self._levels = {metric: detector.level for metric, detector in self.detectors.items()}
         self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
         return rung
+
+    def _is_falling(self, metric: Metric) -> bool:
+        before = self._levels.get(metric, math.nan)
+        return self.detectors[metric].level < before - LEAST_FALL * abs(before)
 
     def wait(self) -> None:
         """Take an alert into account for which there is nothing more to do: nothing is let go of."""
@@ -283,8 +339,15 @@ class Judge:
         above = [metric for metric, detector in self.detectors.items() if detector.is_above]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
-            self._held, self._num_by_ceiling = None, 0
+            self._by_ceiling.clear()
         return above
+
+    def end_all(self, metrics: Sequence[Metric]) -> None:
+        """Take all rungs out of those in effect, and hear no more of the alerts of these metrics."""
+        self._spells = {key: spell for key, spell in self._spells.items() if key[0] not in metrics}
+        for counter in (self._strikes, self._quiet, self._low):
+            counter.clear()
+        self.standing = ended(self.standing)
 
     def end(self, place: int) -> None:
         """Take a rung out of those in effect, by its place: somebody else has ended it."""
@@ -294,17 +357,19 @@ class Judge:
     def _hold_limit(self, *, is_by_ceiling: bool) -> None:
         """Let the loss's limit go no higher from here on, unless that alone has made alerts enough."""
         self._low.clear()
-        self._num_by_ceiling += is_by_ceiling
-        detector = self.detectors["loss"]
-        if self._num_by_ceiling >= MOST_BY_CEILING * self._ladder.patience:
+        self._calm.clear()
+        self._by_ceiling[self._worker] += is_by_ceiling
+        most = max(MOST_BY_CEILING, self._ladder.num_rungs) * self._ladder.patience
+        if self._by_ceiling[self._worker] >= most:
             self._let_go_of_limit()  # the loss is what it is
-        elif self._held is None and detector.band.is_ready:
-            self._held, self.detectors["loss"] = detector.high, detector.held()
+        else:
+            self.detectors["loss"] = self.detectors["loss"].held()
 
     def _let_go_of_limit(self) -> None:
-        self._num_by_ceiling = 0
-        if self._held is not None:
-            self._held, self.detectors["loss"] = None, self.detectors["loss"].let_go()
+        self._by_ceiling.clear()
+        self._calm.clear()
+        if "loss" in self.detectors:
+            self.detectors["loss"] = self.detectors["loss"].let_go()
 
     def state(self) -> dict[str, Any]:
         """Give all of it as plain data."""
@@ -313,9 +378,12 @@ class Judge:
             "standing": asdict(self.standing),
             "steps": [(worker, asdict(step)) for worker, step in self._steps.items()],
             "quiet": list(self._quiet.items()),
-            "held": self._held,
             "low": list(self._low.items()),
-            "num_by_ceiling": self._num_by_ceiling,
+            "calm": list(self._calm.items()),
+            "by_ceiling": list(self._by_ceiling.items()),
+            "levels": dict(self._levels),
+            "is_well": self._is_well,
+            "num_back": self._num_back,
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -338,8 +406,12 @@ class Judge:
         self._strikes, self._spells, self._losses = strikes, spells, losses
         self._num_unusable = int(state.get("num_unusable", 0))  # which states had not, once
         self._unusable = set(state.get("unusable", ()))  # likewise
-        self._held, self._low = state.get("held"), Counter(dict(state.get("low", ())))  # likewise
-        self._num_by_ceiling = int(state.get("num_by_ceiling", 0))  # likewise
+        self._low, self._calm, self._by_ceiling = (
+            Counter(dict(state.get(name, ()))) for name in ("low", "calm", "by_ceiling")
+        )  # likewise
+        self._levels = dict(state.get("levels", {}))  # likewise
+        self._is_well = bool(state.get("is_well", True))  # likewise
+        self._num_back = int(state.get("num_back", 0))  # likewise
 
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.

@@ -6,10 +6,12 @@ Pure values: `after_alert` and `after_quiet` give another state, and what to do.
 from dataclasses import dataclass, replace
 
 __all__ = [
+    "Growth",
     "Ladder",
     "Standing",
     "after_alert",
     "after_quiet",
+    "ended",
     "has_gone_back",
     "has_more",
     "is_exhausted",
@@ -19,7 +21,22 @@ __all__ = [
 ]
 
 MOST_DOUBLINGS = 6
-"""Of the quiet time: 64 times as long at most."""
+"""Of the quiet time, and of patience: 64 times as long at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How the patience with a rung grows that is taken again: twice as much each time.
+
+    It is also given anew, as much again, where values have fallen meanwhile.
+
+    Attributes:
+        after: How often it is taken with the same patience.
+        most: How many times the patience at most.
+    """
+
+    after: int = 0
+    most: int = 2**MOST_DOUBLINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +48,7 @@ class Ladder:
         patience: Steps with an alert that a rung is given before the next one is taken.
         quiet_steps: Steps in the range after which the newest rung is let go of.
         repeats: How often the last rung may be taken; more than once where it does more each time.
-        is_patient: Whether the last rung, where it is taken again, has twice the patience each time.
+        growth: How the patience with the last rung grows; None: it is the same each time.
         back: The place of the rung that goes back; None: there is none.
         most_back: How often that one may be taken, but for those below.
         mending: The places of those that change how training goes on. Where one comes behind going back, it
@@ -42,7 +59,7 @@ class Ladder:
     patience: int
     quiet_steps: int
     repeats: int = 1
-    is_patient: bool = False
+    growth: Growth | None = None
     back: int | None = None
     most_back: int = 0
     mending: frozenset[int] = frozenset()
@@ -82,6 +99,7 @@ def after_alert(
     is_lost: bool = False,
     is_in_vain: bool = False,
     is_astray: bool = False,
+    is_falling: bool = False,
 ) -> tuple[Standing, int | None]:
     """Take a step with an alert into account.
 
@@ -99,6 +117,8 @@ def after_alert(
         is_lost: Nothing passes any more, and to go back is what helps.
         is_in_vain: To take the last rung again would do nothing: it is only gone back.
         is_astray: It is training that has gone astray: all is finite, and this is no new matter.
+        is_falling: What is out of range has come down since the newest rung was taken, or was given patience
+            anew: it helps, or what it is for has passed. One that was taken often already is given it again.
 
     Returns:
         The new standing, and the rung to take now; None where there is none to take.
@@ -110,6 +130,9 @@ def after_alert(
     waiting = replace(standing, strikes=0 if goes_back else strikes, quiet=0, num_back=num_back)
     if standing.taken and strikes < _patience(standing.taken, ladder) and not (is_elsewhere or is_urgent):
         return waiting, None
+    is_patient = bool(standing.taken) and _num_patient(standing.taken, ladder) is not None
+    if is_patient and is_falling and not (is_elsewhere or is_urgent or goes_back):
+        return replace(waiting, strikes=0), None
     rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
     if rung is None or (is_in_vain and not has_more(standing.taken, ladder)):
         return waiting, None
@@ -141,12 +164,17 @@ def is_exhausted(standing: Standing, ladder: Ladder) -> bool:
     """Tell whether alerts persist although all was taken as often as it may be, and more than once."""
     does_more = has_gone_back(standing, ladder) or ladder.repeats > 1
     is_over = does_more and bool(standing.taken) and _next(standing.taken, ladder) is None
-    return is_over and standing.strikes >= ladder.patience
+    return is_over and standing.strikes >= _patience(standing.taken, ladder)
 
 
 def noted(standing: Standing) -> Standing:
     """Take an alert into account that counts for no climbing: it is quiet no more."""
     return replace(standing, quiet=0)
+
+
+def ended(standing: Standing) -> Standing:
+    """Take all rungs out of those in effect."""
+    return Standing(relapses=standing.relapses, has_let_go=True)
 
 
 def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:
@@ -187,8 +215,18 @@ def _next(taken: tuple[int, ...], ladder: Ladder) -> int | None:
 
 def _patience(taken: tuple[int, ...], ladder: Ladder) -> int:
     """Tell how many steps with an alert the newest rung is given."""
-    num_repeats = taken.count(taken[-1]) if ladder.is_patient and not has_more(taken, ladder) else 0
-    return int(ladder.patience * 2**num_repeats)
+    num = _num_patient(taken, ladder)
+    if ladder.growth is None or num is None:
+        return ladder.patience
+    return ladder.patience * min(1 << num, ladder.growth.most)
+
+
+def _num_patient(taken: tuple[int, ...], ladder: Ladder) -> int | None:
+    """Tell how often the newest rung was taken since its patience grows by that; None: it does not."""
+    if ladder.growth is None or has_more(taken, ladder):
+        return None
+    num = taken.count(taken[-1]) - ladder.growth.after
+    return num if num >= 0 else None
 
 
 def has_more(taken: tuple[int, ...], ladder: Ladder) -> bool:

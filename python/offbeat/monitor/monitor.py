@@ -85,13 +85,15 @@ class AsyncTrainingMonitor:
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
             when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
             live optimizer's while it steps, beside any scheduler; a server's for all workers; not once more
-            where parameters are not finite already. "quarantine"
+            where parameters are not finite already; after 100 steps with an alert
+            since it was taken as often as it may be, what is finite is taken for usual. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
             trains the model, and when taken again to the one before, never forward; at once, as a new
             matter, where parameters are lost again after values in the range; with each remedy behind it
-            that changes how training goes on, for what is finite; three times in all, with one or without,
+            that changes how training goes on, for what is finite, until no step was in the range on three
+            checkpoints, which then is taken for usual; three times in all, with one or without,
             where nothing is finite any more; the step's gradient, which is of what was gone back from, is
             dropped. "pause" lets the thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
@@ -102,12 +104,14 @@ class AsyncTrainingMonitor:
             theirs is warned of and costs no training: who wants the run's end raises SystemExit or
             KeyboardInterrupt.
         warm_up: Values of a metric before it has a range.
-        patience: Steps with an alert that a remedy is given before the next one is taken.
+        patience: Steps with an alert that a remedy is given before the next one is taken. What does more each
+            time has twice as many each time from its third on, and as many again while the metric falls.
         quiet_steps: Steps within all ranges (of several workers, of the one that has made most) after which
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
             that a remedy had to be taken again. From an alert of the loss on its limit goes no higher, until
-            all are let go of and so many losses were no higher than the range had been, or it alone has made
-            three times `patience` alerts.
+            all are let go of and so many losses were no higher than the range had been, or ten times as many
+            within the limit; or it alone has made three times `patience` alerts, or as many times as there
+            are remedies.
         lr_factor: Of "reduce_lr".
         grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
             a loop of your own an alert on a batch whose step it skips costs no later one, and what such a
@@ -180,7 +184,7 @@ class AsyncTrainingMonitor:
             patience,
             quiet_steps,
             last.repeats,
-            last.is_patient,
+            last.growth,
             back=back,
             most_back=0 if back is None else settings.remedies[back].repeats,
             mending=frozenset(n for n, remedy in enumerate(settings.remedies) if remedy.is_mending),

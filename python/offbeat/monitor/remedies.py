@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from offbeat.monitor.going_back import Rollback
+from offbeat.monitor.ladder import Growth
 from offbeat.monitor.leaving_out import Quarantine
 from offbeat.monitor.remedy import MOST_REPEATS, Find, OnGradients, Remedy
 from offbeat.monitor.tuning import ReduceLr, SyncOften, TightenStaleness
@@ -49,7 +50,7 @@ _MAKERS: dict[str, Callable[[Find, Numbers], Remedy]] = {
         f"training {until_when(numbers.pause_timeout_s)}",
         "training had gone on",
         repeats=MOST_REPEATS,
-        is_patient=True,
+        growth=Growth(),  # somebody has looked, and let it go on
         is_mending=False,
     ),
 }

@@ -5,14 +5,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from offbeat.errors import ConfigError
+from offbeat.monitor.ladder import Growth
 
-__all__ = ["MOST_REPEATS", "Find", "OnGradients", "Remedy", "Taken"]
+__all__ = ["MILDLY", "MOST_REPEATS", "Find", "OnGradients", "Remedy", "Taken"]
 
 Find = Callable[[], Sequence[object]]
 """Gives what there is to act on now: looked up each time, so that what came later counts."""
 
 MOST_REPEATS = 10
 """Of a remedy that does more each time: ten times half is a thousandth."""
+
+MILDLY = Growth(after=3, most=8)
+"""Of such a one: it is cut to an eighth quickly, as a run that diverges has no time. By then it is either the
+wrong remedy, or one that takes time to show. Fashion-MNIST whose pictures or labels change for good ended at
+15 to 71 % where each five steps cut the rate, and ends at 66 to 84 % (84 % without a monitor); runs at 30 or
+100 times the rate end at 72 % on average, as before."""
 
 
 class Taken(NamedTuple):
@@ -43,17 +50,19 @@ class Remedy(ABC):
 
     Attributes:
         repeats: How often it may be taken while an alert persists.
-        is_patient: It has twice the patience each time: somebody has looked, and let it go on.
+        growth: How the patience with it grows; None: it is the same each time.
         keeps_out_non_finite: It does something about a gradient that is NaN or infinite. In spite of another
             remedy such a one comes again, or ends the run, so that waiting for more of them is for nothing.
         is_mending: It changes how training goes on.
+        slows: As long as it is in effect a run learns less: where alerts never end, for ever.
         helps_what_is_lost: There may be something in taking it again where parameters are not finite.
     """
 
     repeats = 1
-    is_patient = False
+    growth: Growth | None = None
     keeps_out_non_finite = False
     is_mending = True
+    slows = False
     helps_what_is_lost = True
 
     def __init__(self, find: Find) -> None:
@@ -67,6 +76,11 @@ class Remedy(ABC):
 
     def renew(self) -> None:  # noqa: B027  likewise
         """Hear that it is to be taken: for the matter that was noted last, if one was."""
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether it can be taken once more to do what it did already."""
+        return False
 
     def stay(self) -> None:  # noqa: B027  likewise
         """Hear that it is to be taken once more for a later remedy's sake, and need do no more than that."""
@@ -131,12 +145,12 @@ class OnGradients(Remedy):
         undone: str,
         *,
         repeats: int = 1,
-        is_patient: bool = False,
+        growth: Growth | None = None,
         drops: bool = True,
         is_mending: bool = True,
     ) -> None:
         super().__init__(list)
-        self.repeats, self.is_patient = repeats, is_patient
+        self.repeats, self.growth = repeats, growth
         self.keeps_out_non_finite, self.is_mending = drops, is_mending
         self._taken, self._undone = taken, undone
 

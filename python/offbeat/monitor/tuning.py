@@ -11,7 +11,7 @@ from offbeat.errors import ConfigError
 from offbeat.monitor.attribute import attribute_of
 from offbeat.monitor.change import AttributeChange, RateChange, make_all, rates_of, undo_all
 from offbeat.monitor.protocols import HoldsOptimizer, ServesLearningRate, Steps, can_set
-from offbeat.monitor.remedy import MOST_REPEATS, Find, Remedy, Taken
+from offbeat.monitor.remedy import MILDLY, MOST_REPEATS, Find, Remedy, Taken
 
 __all__ = ["ReduceLr", "SyncOften", "TightenStaleness"]
 
@@ -26,6 +26,7 @@ class _SetsAttributes(Remedy):
     """Sets an attribute of each object to something milder."""
 
     repeats = MOST_REPEATS
+    growth = MILDLY
     _at_its_end: str
     """What to say where there is nothing milder."""
 
@@ -118,6 +119,8 @@ class ReduceLr(Remedy):
     """Multiplies learning rates: a live optimizer's while it steps, a server's for all workers."""
 
     repeats = MOST_REPEATS
+    growth = MILDLY
+    slows = True
     helps_what_is_lost = False
 
     def __init__(self, find: Find, factor: float) -> None:

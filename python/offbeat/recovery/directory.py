@@ -97,7 +97,7 @@ def is_trainers(path: Path) -> bool:
 
 def is_servers(path: Path) -> bool:
     """Whether a folder is a server's checkpoint, as its name and its manifest tell."""
-    own = path.resolve().name  # a link may have any
+    own = Path(os.path.realpath(path)).name  # a link may have any, or lead back to itself
     return SERVERS.fullmatch(own) is not None and (path / MANIFEST).is_file() and not is_trainers(path)
 
 

@@ -134,25 +134,28 @@ def shared_faults(metric: object, others: Sequence[object]) -> list[str]:
 
 
 @contextmanager
-def as_it_was_after_failure(live: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Leave an optimizer, and those that it is around, as they were, where something fails in here.
+def as_it_was_after_failure(given: torch.optim.Optimizer | LRScheduler | None) -> Iterator[None]:
+    """Leave an optimizer or a scheduler, and those inside it, as they were if something fails in here.
 
     Most schedulers set the learning rate as they are made, and each puts its own step around the optimizer's;
-    a state that is loaded replaces what the optimizer remembers.
+    a state that is loaded replaces what the optimizer remembers, and, of several schedulers in one, some.
     """
-    undo = [_undoing(one) for one in _with_inner(live)]
+    undo = [_undoing(one) for one in _with_inner(given)]
     try:
         yield
     except BaseException:
         for one in undo:
-            one()
+            try:
+                one()
+            except Exception as error:  # noqa: BLE001  of another's class; what failed first is what to tell
+                log.warn(f"what failed could not be undone whole: {process.cause_of(error)}")
         raise
 
 
-def _with_inner(live: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
-    """Give an optimizer with those that it is around."""
-    found: list[torch.optim.Optimizer] = []
-    left: list[object] = [live]
+def _with_inner(given: torch.optim.Optimizer | LRScheduler | None) -> list[Any]:
+    """Give it with those that it is around."""
+    found: list[Any] = []
+    left: list[object] = [given]
     seen: set[int] = set()  # an attribute may hold itself
     while left:
         one = left.pop()
@@ -163,26 +166,31 @@ def _with_inner(live: torch.optim.Optimizer | None) -> list[torch.optim.Optimize
             left += one
         elif isinstance(one, dict):
             left += one.values()
+        elif isinstance(one, LRScheduler):
+            found.append(one)
+            left += (value for name, value in vars(one).items() if name != "optimizer")
         elif isinstance(one, torch.optim.Optimizer):
-            found += [one] if hasattr(one, "param_groups") else []  # else it is made later
+            found.append(one)
             left += (value for name, value in vars(one).items() if name not in ("state", "param_groups"))
     return found
 
 
-def _undoing(live: torch.optim.Optimizer) -> Callable[[], None]:
-    """Give what makes an optimizer again what it is now."""
-    own, held = dict(vars(live)), getattr(live, "state", None)  # one around another may have the other's
+def _undoing(one: Any) -> Callable[[], None]:  # noqa: ANN401  an optimizer or a scheduler
+    """Give what makes it again what it is now."""
+    own, held = dict(vars(one)), _read(one, "state")  # one around another may have the other's
     entries = dict(held) if isinstance(held, dict) else {}
-    there = list(live.param_groups)
+    lists = _read(one, "param_groups")
+    there = list(lists) if isinstance(lists, list | tuple) else []  # None: it is made later
     groups = [{name: _copied(name, value) for name, value in group.items()} for group in there]
 
     def undo() -> None:
-        vars(live).clear()
-        vars(live).update(own)
+        vars(one).clear()
+        vars(one).update(own)
         if isinstance(held, dict):
             held.clear()
             held.update(entries)
-        live.param_groups[:] = there
+        if isinstance(lists, list):
+            lists[:] = there
         for group, before in zip(there, groups, strict=True):
             group.clear()
             group.update(before)
@@ -206,7 +214,17 @@ def bring_back_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:  # noqa
 
 
 def _copied(name: str, value: Any) -> Any:  # noqa: ANN401  of a parameter group
-    return value if name == "params" else copy.deepcopy(value)
+    try:
+        return value if name == "params" else copy.deepcopy(value)
+    except Exception:  # noqa: BLE001  there is no copy of a lock, say, and nobody changes what it is
+        return value
+
+
+def _read(one: object, name: str) -> Any:  # noqa: ANN401  whatever a class makes of it
+    try:
+        return getattr(one, name, None)
+    except Exception:  # noqa: BLE001  as of one that is not ready yet
+        return None
 
 
 def scheduling_of(

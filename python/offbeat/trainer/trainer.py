@@ -595,7 +595,8 @@ class AsyncTrainer(Driveable):
                 if scheduled is not None:
                     faults += faults_of_kind("scheduler", scheduled[1], state)
             refuse(faults)
-            with self._at_work(live):
+            goes_by = None if scheduled is None else scheduled[1]
+            with self._at_work(live), as_it_was_after_failure(goes_by):
                 self._stage.load_state_dict(state["stage"])
                 if live is not None and state["optimizer"] is not None:
                     bring_back_told(chosen, state, is_new=is_new)

@@ -299,6 +299,26 @@ def test_a_trainer_whose_rate_stays_too_high_goes_back_with_each_lower_one(times
     assert_mended(guarded, unguarded=unguarded, without_fault=without_fault)
 
 
+def inverted(images, labels):
+    return 1 - images, labels
+
+
+def renamed(images, labels):
+    return images, (labels + 3) % 10
+
+
+@on_fashion
+@pytest.mark.parametrize("ladder", ["reduce_lr", ["rollback", "reduce_lr"], "rollback", "reject"], ids=str)
+@pytest.mark.parametrize("change", [inverted, renamed])
+def test_a_run_whose_data_changes_for_good_is_not_ended_by_a_remedy(change, ladder, tmp_path):
+    alone = Kept(0, tmp_path / "alone", num_steps=1500).train(change=change)
+    run = Kept(0, tmp_path / "guarded", num_steps=1500)
+    with AsyncTrainingMonitor(run.model, remediation_strategy=ladder) as monitor:
+        guarded = run.train(change=change)
+        assert monitor.report().num_alerts["loss"] > 0
+    assert guarded > alone - 25 * POINT, "none of it has time to learn all that a run without it does"
+
+
 # ------------------------------------------------------------------------------------------- without a fault
 
 

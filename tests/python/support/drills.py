@@ -55,9 +55,11 @@ def batches(seed, share=slice(None), num_steps=NUM_STEPS, batch_size=BATCH_SIZE)
 
 
 @torch.no_grad()
-def accuracy(model):
-    found = model(data().test_images).argmax(1)
-    return (found == data().test_labels).float().mean().item()
+def accuracy(model, change=None):
+    images, labels = data().test_images, data().test_labels
+    if change is not None:
+        images, labels = change(images, labels)
+    return (model(images).argmax(1) == labels).float().mean().item()
 
 
 def cosine(step, num_steps=NUM_STEPS):
@@ -97,16 +99,27 @@ class Run:
 class Kept:
     """The same run by a `FaultTolerantTrainer`, which keeps a checkpoint every so many steps."""
 
-    def __init__(self, seed, folder, *, checkpoint_frequency=40, wrap=lambda model: model):
-        self.seed, self.lr_fault = seed, 1.0
+    def __init__(
+        self, seed, folder, *, checkpoint_frequency=40, wrap=lambda model: model, num_steps=NUM_STEPS
+    ):
+        self.seed, self.lr_fault, self.num_steps = seed, 1.0, num_steps
         self.model = network(seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
         self.trainer = offbeat.FaultTolerantTrainer(
             wrap(self.model), folder, checkpoint_frequency, deterministic=True
         )
 
-    def train(self, fault=None):
-        """Give the accuracy at the end; `fault` takes (run, step) after each step of the optimizer."""
+    def train(self, fault=None, *, change=None, change_at=250):
+        """Give the accuracy at the end.
+
+        Args:
+            fault: Takes (run, step) after each step of the optimizer.
+            change: Takes images and labels, and gives what they are from a step on, for good.
+            change_at: That step.
+        """
+        given = list(batches(self.seed, num_steps=self.num_steps))
+        if change is not None:
+            given[change_at:] = [change(*batch) for batch in given[change_at:]]
 
         def after(*_):
             fault(self, self.trainer.history.steps + 1)
@@ -114,13 +127,15 @@ class Kept:
         if fault is not None:
             self.optimizer.register_step_post_hook(after)
         self.trainer.train(
-            dataloader=list(batches(self.seed)),
+            dataloader=given,
             optimizer=self.optimizer,
             loss_fn=functional.cross_entropy,
-            scheduler=torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: cosine(n) * self.lr_fault),
+            scheduler=torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda n: cosine(n, self.num_steps) * self.lr_fault
+            ),
             scheduler_interval="step",
         )
-        return accuracy(self.model)
+        return accuracy(self.model, change)
 
 
 class LocalSgd:

@@ -121,7 +121,14 @@ def test_that_a_metric_is_in_its_range_again_says_which_that_is_and_which_it_was
     (recovery,) = monitor.report().recoveries
     assert recovery.expected_then == then
     assert recovery.expected[1] > recovery.value == 1.3
-    assert f"(up to {recovery.expected[1]:.4g}; when that began up to 1.25)" in str(recovery)
+    now = f"usual by now (up to {recovery.expected[1]:.4g}) and was not when that began (up to 1.25), after"
+    assert f"loss is 1.3, which is {now} 1 alert since" in str(recovery)
+    monitor.observe(60, loss=9.0)
+    for step in range(61, 70):
+        monitor.observe(step, loss=1.2)
+    back = monitor.report().recoveries[-1]
+    moved = f"(up to {back.expected[1]:.4g}; when that began up to {back.expected_then[1]:.4g})"
+    assert f"loss is 1.2, in its range again {moved}, after 1 al" in str(back)
 
 
 def test_where_there_is_no_range_yet_what_is_in_it_again_says_so():
@@ -694,8 +701,34 @@ def test_where_parameters_are_not_finite_no_rate_is_cut_once_more_and_that_is_sa
         wanted = 'no remedy but "rollback" helps' if others else "FaultTolerantTrainer(recovery_strategy='la"
         assert wanted in said[0]
         model[0].weight.data.copy_(sound)
-        monitor.observe(60, loss=9.0)  # mended by somebody
+        for step in range(60, 70):
+            monitor.observe(step, loss=9.0)  # mended by somebody
         assert factor_of(live) < factor
+
+
+def test_a_level_that_stays_after_all_cuts_of_the_rate_is_taken_for_usual():
+    live, told = torch.optim.SGD(net().parameters(), lr=1.0), []
+    given = {"patience": 2, "warm_up": 10, "quiet_steps": 20, "acts_on": live, "callbacks": told.append}
+    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", **given)
+    rates = []
+    for step in range(600):
+        monitor.observe(step, loss=9.0 if step >= 10 else 1.0)
+        rates.append(factor_of(live))
+    all_taken = rates.index(0.5**10)
+    (in_vain,) = (alert for alert in told if "in vain" in alert.result)
+    assert in_vain.step == all_taken + 2 * 8
+    words = "where such values are right from now on, monitor.reset() learns them, as is done after 100 steps"
+    assert words in in_vain.result
+    assert "lower learning rate" not in in_vain.result
+    (learnt,) = (alert for alert in told if "is taken for usual" in alert.result)
+    assert learnt.step == all_taken + 100
+    assert "100 steps have had an alert since all was taken" in learnt.result
+    assert set(rates[: all_taken + 100]) == {0.5**n for n in range(11)}
+    assert set(rates[all_taken + 100 :]) == {1.0}
+    assert monitor.in_effect == ()
+    assert monitor.observe(600, loss=9.0) == ()
+    (alert,) = monitor.observe(601, loss=90.0)
+    assert (alert.num, alert.action) == (1, "reduce_lr")
 
 
 class RollsBack:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import hypothesis
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import strategies as st
 
 from offbeat.monitor.band import Band
 from offbeat.monitor.judge import Judge
-from offbeat.monitor.ladder import Ladder, Standing, after_alert, after_quiet, has_gone_back, may_go_back
+from offbeat.monitor.ladder import (
+    Growth,
+    Ladder,
+    Standing,
+    after_alert,
+    after_quiet,
+    has_gone_back,
+    may_go_back,
+)
 
 LADDERS = st.builds(
     Ladder,
@@ -127,7 +136,7 @@ def test_what_is_lost_goes_back_with_the_next_rung_and_then_without_one():
 
 
 def test_what_was_gone_back_to_has_the_whole_patience_before_a_rung_that_waits_for_longer():
-    ladder = Ladder(num_rungs=2, patience=4, quiet_steps=10, repeats=9, is_patient=True, back=0, most_back=3)
+    ladder = Ladder(num_rungs=2, patience=4, quiet_steps=10, repeats=9, growth=Growth(), back=0, most_back=3)
     went, taken, _ = lost(ladder, 40)
     assert (went, taken) == ([4, 8], [(0, 0), (4, 1), (16, 1), (32, 1)])
 
@@ -153,6 +162,22 @@ def test_what_is_let_go_of_lets_it_go_back_as_often_again():
         standing, _ = after_quiet(standing, ladder)
     assert standing.taken == (0,)
     assert may_go_back(standing, ladder)
+
+
+def test_what_was_taken_often_is_given_twice_the_time_and_more_while_values_fall():
+    ladder = Ladder(num_rungs=1, patience=3, quiet_steps=100, repeats=9, growth=Growth(after=3, most=8))
+
+    def when(is_falling=lambda step: False, num_steps=400):
+        standing, taken = Standing(), []
+        for step in range(num_steps):
+            standing, rung = after_alert(standing, ladder, is_falling=is_falling(step))
+            taken += [step] if rung is not None else []
+        return taken
+
+    assert [after - before for before, after in pairwise(when())] == [3, 3, 3, 6, 12, 24, 24, 24]
+    # Until it was taken three times nobody asks; then it is given as much again until it falls no more.
+    assert when(lambda step: True) == [0, 3, 6]
+    assert when(lambda step: step < 30)[:5] == [0, 3, 6, 30, 36]
 
 
 def test_what_changes_how_training_goes_on_is_taken_with_going_back_once_more_where_all_is_finite():
@@ -231,7 +256,7 @@ def warmed(quiet_steps=50, metrics=("loss",)):
 def test_a_loss_that_rises_slowly_in_spite_of_a_remedy_or_after_it_is_an_alert_and_not_what_is_usual():
     """By as little as a range follows that is not held."""
     followed, held = warmed(), warmed()
-    limit = held.detectors["loss"].bound
+    limit, edge = held.detectors["loss"].bound, held.detectors["loss"].high
     assert feed(held, 200, 5.0)[0] is not None
     for begin, is_first in ((201, True), (401, False)):
         found = []
@@ -250,7 +275,7 @@ def test_a_loss_that_rises_slowly_in_spite_of_a_remedy_or_after_it_is_an_alert_a
             feed(held, 1000 * begin + num_quiet, 0.9)
             num_quiet += 1
         assert num_quiet >= 50
-        assert held.detectors["loss"].ceiling == limit, "let go of, and it may come back at once"
+        assert held.detectors["loss"].ceiling == edge, "let go of, and it may come back at once"
     for step in range(60):
         feed(held, 10**7 + step, 0.9)
     assert held.detectors["loss"].ceiling is None
@@ -265,6 +290,95 @@ def test_a_remedy_is_let_go_of_where_the_loss_stays_a_little_above_what_it_was()
     assert len(released) == 1
     assert made.standing.taken == ()
     assert made.detectors["loss"].bound == limit, "higher than that is an alert still"
+
+
+def test_a_ceiling_under_which_the_loss_stays_is_let_go_of_where_nothing_was_in_effect_for_long():
+    made = warmed()
+    edge = made.detectors["loss"].high
+    feed(made, 200, 5.0)
+    over = [step for step in range(201, 2000) if feed(made, step, 1.2 * edge)[1] is not None]
+    assert made.detectors["loss"].ceiling is None
+    begin = over[0] + 1
+    again = warmed()
+    feed(again, 200, 5.0)
+    for step in range(201, begin + 10 * 50):
+        assert feed(again, step, 1.2 * edge)[0] is None
+        assert again.detectors["loss"].ceiling == edge
+    feed(again, 3000, 1.2 * edge)
+    feed(again, 3001, 1.2 * edge)
+    assert again.detectors["loss"].ceiling is None
+
+
+def test_a_loss_that_is_not_finite_says_nothing_of_one_that_rises():
+    made = warmed()
+    assert feed(made, 200, math.nan)[0] is not None
+    assert made.detectors["loss"].ceiling is None
+
+
+def test_a_ceiling_is_of_the_range_and_another_threshold_counts_for_it_too():
+    made = warmed()
+    edge = made.detectors["loss"].high
+    feed(made, 200, 5.0)
+    again = Judge(["loss"], Ladder(num_rungs=1, patience=5, quiet_steps=50), threshold=3.0, warm_up=5)
+    again.load(made.state())
+    assert again.detectors["loss"].ceiling == edge
+    assert again.detectors["loss"].bound == pytest.approx(4 * edge)
+    assert feed(again, 201, 3.5 * edge)[0] is None
+
+
+def after_how_many_alerts(*, num_workers=1, num_rungs=1):
+    """Tell of each worker how many alerts a level makes until the limit goes by the range again."""
+    ladder = Ladder(num_rungs=num_rungs, patience=5, quiet_steps=50)
+    made = Judge(["loss"], ladder, threshold=0.5, warm_up=5)
+    workers, num_alerts = [f"w{n}" for n in range(num_workers)], [0] * num_workers
+    for step in range(10_000):
+        for n, worker in enumerate(workers):
+            made.begin(step, worker)
+            rise = min(max(step - 200, 0) / 100, 1.6)  # is followed, but for the limit
+            excess = made.see("loss", 0.8 + (step + n) % 2 * 0.4 + rise + 20 * (step == 200))
+            if excess is not None:
+                num_alerts[n] += 1
+                made.climb()
+        if step > 200 and made.detectors["loss"].ceiling is None:
+            return num_alerts
+    return None
+
+
+@pytest.mark.parametrize("num_more", [1, 0])
+def test_of_what_no_step_is_in_the_range_it_is_gone_back_from_thrice_and_then_it_is_what_is_measured(
+    num_more,
+):
+    given = {"repeats": 10 if num_more else 3, "back": 0, "most_back": 3, "mending": frozenset({num_more})}
+    ladder = Ladder(1 + num_more, patience=1, quiet_steps=50, **given)
+    made = Judge(["loss"], ladder, threshold=0.5, warm_up=5)
+    for step in range(6):
+        feed(made, step, 1.0)
+    for step in range(6, 9):
+        made.begin(step)
+        assert made.see("loss", 99.0) is not None
+        assert made.climb(is_astray=step > 6) is not None
+        made.went_back()
+        assert not made.is_to_stay
+        assert not made.is_of_data
+    made.begin(9)
+    made.see("loss", 99.0)
+    assert made.climb(is_astray=True) is None
+    assert made.is_of_data == (num_more > 0), "where nothing comes behind, going on being told harms nothing"
+    if num_more:
+        assert made.take_level() == ["loss"]
+        for step in range(10, 20):
+            assert feed(made, step, 99.0)[0] is None
+        assert made.is_to_stay
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 10])
+@pytest.mark.parametrize(("num_rungs", "most"), [(1, 15), (3, 15), (6, 30)])
+def test_of_workers_each_makes_as_many_alerts_as_one_alone_and_each_remedy_has_its_turn(
+    num_workers, num_rungs, most
+):
+    found = after_how_many_alerts(num_workers=num_workers, num_rungs=num_rungs)
+    assert most <= max(found) <= most + 1
+    assert min(found) > most / 2
 
 
 @pytest.mark.parametrize(("level", "deviation"), [(2.4, 0.2), (2.0, 0.3), (2.2, 0.4)])
@@ -309,17 +423,19 @@ def test_from_an_alert_of_the_loss_on_its_limit_rises_only_once_it_was_low_for_l
     losses,
 ):
     made, limit, low, num_low, num_alerts = warmed(quiet_steps=5), math.inf, math.inf, 0, 0
+    num_calm = 0
     for step, loss in enumerate(losses, start=200):
         bound, edge, was_held = made.detectors["loss"].bound, made.detectors["loss"].high, limit < math.inf
         excess, _ = feed(made, step, loss)
         if excess is not None:
             assert loss > bound
             limit, low = (limit, low) if was_held else (bound, edge)
-            num_low, num_alerts = 0, num_alerts + 1
+            num_low, num_calm, num_alerts = 0, 0, num_alerts + 1
         elif was_held:
             num_low += loss <= low
+            num_calm += loss <= edge and not made.standing.taken
         if made.detectors["loss"].ceiling is None:
-            is_over = num_low >= 4 and made.standing.taken == ()
+            is_over = (num_low >= 4 or num_calm >= 48) and made.standing.taken == ()
             assert limit == math.inf or is_over or num_alerts >= 15
             limit, num_alerts = math.inf, 0
         else:

@@ -343,8 +343,9 @@ def test_finite_values_that_stay_out_of_range_after_the_last_rollback_are_said_t
     assert thing.num_calls == 3
     ((step, said),) = ((step, result) for step, result in told if "in vain" in result)
     assert step == 10 + 4 * 3, "when it has had its patience"
-    assert "such values are not right from now on (monitor.reset() learns those)" in said
+    assert "where such values are right from now on, monitor.reset() learns them; where the model" in said
     assert "start again from a checkpoint" in said
+    assert "with a lower learning rate" in said
 
 
 def test_batches_that_are_not_finite_one_after_the_other_with_sound_ones_between_lead_no_further_back():
@@ -442,9 +443,80 @@ def astray(losses, *, state_at=(), ladder=("rollback", "reduce_lr")):
 @pytest.mark.parametrize("state_at", [(), (46,), (48,), (76,), (46, 48, 76, 78)])
 def test_a_lower_rate_begins_where_it_went_before_or_of_a_new_matter_at_what_was_kept_before_that(state_at):
     losses = [1.0] * 100
-    losses[45:50] = [9.0] * 5  # a rollback at the first; each two more alerts cut the rate
-    losses[75:79] = [9.0] * 4  # likewise, of a matter that is new, whose first alert goes back to nothing
+    losses[45:52] = [9.0, 1.0, 9.0, 9.0, 1.0, 9.0, 9.0]  # a rollback at the first; each two cut the rate
+    losses[75:80] = [
+        9.0,
+        9.0,
+        1.0,
+        9.0,
+        9.0,
+    ]  # likewise, of a matter that is new, whose first alert goes back to nothing
     assert astray(losses, state_at=state_at) == [40, 40, 40, 70, 70]
+
+
+@pytest.mark.parametrize("state_at", [(), (46,), (48,), (46, 48, 50)])
+def test_what_was_astray_already_is_gone_back_from_further(state_at):
+    losses = [1.0] * 100
+    losses[45:50] = [9.0] * 5  # of no checkpoint that was gone to is any in the range
+    assert astray(losses, state_at=state_at) == [40, 30, 20]
+    losses[48] = 1.0  # of one it is, and that is stayed at
+    losses[50] = 9.0
+    assert astray(losses, state_at=state_at) == [40, 30, 30]
+
+
+class GoesFurther:
+    """Goes further back by each call, and does not tell which steps it has."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def rollback(self, version=None, /):
+        del version
+        self.num_calls += 1
+        return "what was kept before"
+
+
+def test_what_does_not_tell_where_it_went_is_not_gone_back_to_once_more_with_each_lower_rate():
+    model, thing = net(), GoesFurther()
+    live = torch.optim.SGD(model.parameters(), lr=1.0)
+    ladder, given = ["rollback", "reduce_lr"], {"patience": 2, "warm_up": 5, "acts_on": [thing, live]}
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, **given)
+    for step in range(100):
+        monitor.observe(step, loss=9.0 if step >= 80 else 1.0)
+    assert thing.num_calls == 1
+    assert monitor.in_effect.count("reduce_lr") > 3
+
+
+class Unreachable(GoesFurther):
+    """What it keeps is known where it can be reached."""
+
+    is_there = True
+
+    @property
+    def keeps_checkpoints(self):
+        if not self.is_there:
+            raise ConnectionError("nobody answers")
+        return True
+
+
+def test_what_cannot_be_asked_whether_it_goes_back_costs_no_other_remedy_and_no_training():
+    model, thing = net(), Unreachable()
+    live = torch.optim.SGD(model.parameters(), lr=1.0)
+    ladder, given = ["rollback", "reduce_lr"], {"patience": 2, "warm_up": 5, "acts_on": [thing, live]}
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, quiet_steps=10, **given)
+    for step in range(150):
+        thing.is_there = not 42 <= step < 60
+        monitor.observe(step, loss=9.0 if 40 <= step < 50 else 1.0)
+        if step == 49:
+            assert monitor.in_effect == ("rollback", *["reduce_lr"] * 4)
+    assert monitor.in_effect == ()
+    assert thing.num_calls == 1
+
+
+def test_where_what_was_gone_to_is_no_longer_kept_it_is_gone_to_nothing_newer():
+    losses = [1.0] * 45 + [9.0, 9.0, 1.0, 1.0] * 20
+    assert set(astray(losses)) == {40}
+    assert len(astray(losses)) > 3
 
 
 def test_alerts_far_from_one_another_go_back_once_and_lose_nothing_by_a_lower_rate():

@@ -717,7 +717,7 @@ def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_i
         live = kind(other.model.parameters())
         others = {"optimizer": live, "scheduler": several(2)}
     other.model.load_state_dict(state[1])
-    before = copy.deepcopy(live.state_dict())
+    before, scheduled = copy.deepcopy((live.state_dict(), other.state_dict()["scheduler"]))
     told = (
         r"the SequentialLR does not take the state's \(IndexError: .*\): make it as it was made where the st"
     )
@@ -730,7 +730,54 @@ def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_i
         assert torch.equal(entry["momentum_buffer"], before["state"][number]["momentum_buffer"])
     assert getattr(live, "inner", live).param_groups is live.param_groups
     assert other.optimizer is (live if is_there else None)
+    assert other.state_dict()["scheduler"] == scheduled
     train(other, None if is_there else live, epochs=1)
+
+
+class Two(torch.optim.Optimizer):
+    """Several as one, whose groups are a tuple, around what cannot be copied and what cannot be read."""
+
+    param_groups = property(lambda self: tuple(group for one in self.both for group in one.param_groups))
+    state = property(lambda self: {name: value for one in self.both for name, value in one.state.items()})
+
+    class Unready(torch.optim.Optimizer):
+        def __init__(self):  # as one that is set up by what it steps first
+            pass
+
+        @property
+        def param_groups(self):
+            raise RuntimeError("not ready yet")
+
+    def __init__(self, params):
+        first, *others = params
+        groups = [{"params": [first], "lock": threading.Lock()}], others
+        self.both = [torch.optim.SGD(group, lr=0.1) for group in groups]
+        self.later = self.Unready()
+
+    def step(self, closure=None):
+        for one in self.both:
+            one.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        for one in self.both:
+            one.zero_grad(set_to_none)
+
+
+def test_an_optimizer_that_cannot_be_copied_or_read_whole_trains_and_is_as_it_was_after_a_failure():
+    def failing(live):
+        for one in live.both:
+            one.param_groups[0]["lr"] = 9.0
+        raise ValueError("the cause")
+
+    ours = offbeat.AsyncTrainer(plain())
+    live = Two(ours.model.parameters())
+    with pytest.raises(ConfigError, match="ValueError: the cause"):
+        train(ours, live, epochs=1, scheduler=failing)
+    assert [group["lr"] for group in live.param_groups] == [0.1, 0.1]
+    beside = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    beside.other = Two(nn.Linear(2, 2).parameters())
+    train(ours, beside, epochs=1)
+    assert ours.optimizer is beside
 
 
 def test_what_is_frozen_may_have_another_shape_where_one_trains_alone(caplog):
