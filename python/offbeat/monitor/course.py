@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from offbeat import log, process
 from offbeat.errors import ClosedError, OffbeatError
 from offbeat.monitor.alert import Alert, Recovery, Release
-from offbeat.monitor.detector import Metric
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.remedy import Remedy, Taken
@@ -64,6 +63,7 @@ class Course:
         self._num_alerts: Counter[str] = Counter()
         self._num_dropped_in_a_row = 0
         self.is_lost = False
+        self._is_to_end = False  # all that is in effect, with this step: a level is taken for usual
         self._is_in_vain = False  # to have gone back: that was told, and is so still
         self._has_passed = True  # a gradient has, since it was gone back; else it is the data that is broken
         self._is_counted = False  # it is heard of gradients
@@ -118,6 +118,10 @@ class Course:
                     raised.append(self._alert(excess, worker, may_drop=may_drop, is_lost=is_lost))
                 elif (spell := self._judge.over) is not None:
                     self._recover(metric, judged[metric], detector.expected, spell, worker)
+        if self._is_to_end:  # now that all of this step has been judged
+            self._is_to_end = False
+            self.let_go()
+            self._judge.end_all()
         return tuple(raised)
 
     def count(self, *, is_used: bool, is_finite: bool = True) -> None:
@@ -263,7 +267,6 @@ class Course:
         """Act on a value that is out of range, if it is time to, and make the alert."""
         ours = self._left_out(worker)
         place, rung, back, told = None, None, None, ""
-        learnt: list[Metric] = []
         if excess.is_first:
             was_lost, self.is_lost = self.is_lost, not excess.is_finite and is_lost()
             told = f"; {self._words_of_loss()}" if self.is_lost and not was_lost else ""
@@ -277,8 +280,7 @@ class Course:
         if self._do(rung, worker, place, back):
             told = ""
         elif excess.is_first:
-            learnt, said = self._learn_level(excess)
-            told += said or self._told_in_vain()
+            told += self._learn_level(excess) or self._told_in_vain()
         effect, result, has_acted = self._done(rung, ours, place, back)
         action, is_done = effect.name, effect.taken.is_done
         # Nobody waits now, as "in effect" would say.
@@ -309,9 +311,6 @@ class Course:
             log.warn(str(alert))
         else:
             log.debug("%s", alert)
-        if learnt:
-            self._judge.end_all(learnt)
-            self.let_go()
         return alert
 
     def _recover(
@@ -375,7 +374,8 @@ class Course:
             return False
         self.is_lost = False  # it is finite, as far as is known
         self._has_passed = not self._is_counted
-        self._judge.went_back()
+        places = [effect.taken.held for effect in self._in_effect if effect.taken.goes_back]
+        self._judge.went_back(max(places[-1], default=None) if places and places[-1] else None)
         return True
 
     def _done(
@@ -402,28 +402,26 @@ class Course:
         is_stuck = self._judge.is_stuck and self.keeps_out_non_finite
         return self.is_lost or (is_stuck and self._has_passed)
 
-    def _learn_level(self, excess: Excess) -> tuple[list[Metric], str]:
-        """Learn a level anew where no remedy is for it, or all were taken and one slows the run.
-
-        Returns:
-            The metrics of which that is done, and what there is to say of it.
-        """
+    def _learn_level(self, excess: Excess) -> str:
+        """Learn a level anew where no remedy is for it, or all were taken and one slows the run; say so."""
         slows = any(self._remedy(name).slows for name in self.in_effect)
-        num_strikes = self._judge.standing.strikes
-        is_for_long = slows and self._judge.is_exhausted and num_strikes >= LONG
+        num = self._judge.num_in_vain
+        is_for_long = slows and num >= LONG
         if not excess.is_finite or self._is_broken() or not (self._judge.is_of_data or is_for_long):
-            return [], ""
-        if not (metrics := self._judge.take_level()):
-            return [], ""
+            return ""
+        metrics = self._judge.take_level(also=excess.metric)
+        # Else it may be the remedy that keeps the loss in its range, or lets it come back.
+        is_loss = excess.metric == "loss" or "loss" not in self._judge.detectors
+        self._is_to_end = self._judge.is_of_data or (is_loss and "rollback" not in self._settings.names)
+        when = "" if self._is_to_end else " in its time"
         why = (
-            "no step was in the range on all that it went back to, so that it is not the model"
+            "no loss was in the range on all that it went back to, so that it is the data and not the model"
             if self._judge.is_of_data
-            else f"{num_strikes} steps have had an alert since all was taken that there is"
+            else f"{num} steps have had an alert since all was taken that there is"
         )
-        names = " and ".join(metrics)
-        return metrics, (
-            f"; {why}: what {names} is now is taken for usual, its range is learnt anew, and what is in "
-            f"effect is let go of"
+        return (
+            f"; {why}: what {' and '.join(metrics)} is now is taken for usual, its range is learnt anew, and "
+            f"what is in effect is let go of{when}"
         )
 
     def _told_in_vain(self) -> str:
@@ -487,7 +485,7 @@ class Course:
             is_lost=is_broken,
             is_in_vain=is_in_vain,
             is_astray=excess.is_finite and not excess.is_new,
-            falls=excess.metric if excess.is_finite and excess.metric != "non_finite" else None,
+            metric=excess.metric if excess.is_finite else None,
         )
         return rung, self._place_of_rollback() if self._may_go_again() else None
 
@@ -497,7 +495,7 @@ class Course:
             return self._judge.is_to_go_back
         place = self._place_of_rollback()
         is_done = place is not None and self._in_effect[place].taken.is_done
-        return is_done and self._remedy("rollback").can_stay
+        return place is not None and (not is_done or self._remedy("rollback").can_stay)
 
     def _remedy(self, name: str) -> Remedy:
         return self._settings.remedies[self._settings.names.index(name)]

@@ -22,6 +22,7 @@ from offbeat.monitor.ladder import (
     is_exhausted,
     may_go_back,
     noted,
+    num_in_vain,
     until_again,
 )
 from offbeat.monitor.onset import Onset
@@ -126,8 +127,9 @@ class Judge:
         self._calm: Counter[str | None] = Counter()  # steps in the range since, with nothing in effect
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
         self._num_back = 0  # how often it was gone back since a step was in the range
+        self._places: tuple[int, ...] = ()  # each older than the one before, of these
         self._is_of_data = False
-        self._is_well = True  # a step was in the range since it was gone back
+        self._is_well = True  # a loss was in the range since it was gone back; without one, a step
         self._step = 0
         self._worker: str | None = None
         self._losses: list[float] = []
@@ -151,7 +153,7 @@ class Judge:
             self._let_go_of_limit()
         if last.had_excess or not last.had_value_in_range:
             return None
-        self._is_well = True
+        self._is_well |= "loss" not in self.detectors
         self._quiet[worker] += 1
         self._calm[worker] += not self.standing.taken
         if self._quiet[worker] <= self.standing.quiet:
@@ -184,8 +186,9 @@ class Judge:
             self._spells[key] = known = known.after_quiet()
             if known.is_over:
                 self._over = self._spells.pop(key)
-        if metric == "loss" and detector.ceiling is not None:
-            step.was_low = value <= detector.ceiling
+        if metric == "loss":
+            step.was_low = detector.ceiling is not None and value <= detector.ceiling
+            self._is_well |= verdict in ("quiet", "warm_up")
         if verdict != "alert":
             return None
         if metric == "loss" and is_usable(value):
@@ -203,13 +206,21 @@ class Judge:
         step = self._steps.setdefault(self._worker, _Step())
         self._num_unusable += not step.had_unusable
         step.had_value = step.had_unusable = True
-        self._num_back = 0  # that it is not in the range is another matter
+        self._num_back, self._places = 0, ()  # that it is not in the range is another matter
 
-    def went_back(self) -> None:
-        """Note that the model is another, of which nothing is known yet."""
+    def went_back(self, place: int | None = None) -> None:
+        """Note that the model is another, of which nothing is known yet.
+
+        Args:
+            place: The step or version that it is of, where that is known.
+        """
         self._num_unusable = 0
         self._unusable.clear()
-        self._num_back = 1 if self._is_well else self._num_back + 1
+        if self._is_well:
+            self._num_back, self._places = 0, ()
+        self._num_back += 1
+        if place is not None and all(place < other for other in self._places):
+            self._places = (*self._places, place)  # a newer one may have been kept when all was astray
         self._levels.clear()  # which are not of this one: that it begins lower helps nothing
         self._is_well = False
 
@@ -217,16 +228,18 @@ class Judge:
     def is_to_stay(self) -> bool:
         """Whether the remedy that goes back, taken once more with another, need go no further than it did.
 
-        Not where no step has been in the range since: what it went to may have been astray, too.
+        Not where no loss has been in the range since: what it went to may have been astray, too. That is
+        tried no more often than what is lost is: of an older model the loss may be above the range as well.
         """
-        return self._is_well
+        return self._is_well or self._num_back >= self._ladder.most_back
 
     @property
     def is_of_data(self) -> bool:
         """Whether the alert that was climbed for last is of what is measured, and not of the model.
 
-        No step was in the range on all that was gone back to, and patience is over: neither going back nor
-        what comes behind it is for that.
+        No loss was in the range on all that was gone back to, as many checkpoints as are tried, each older
+        than the one before; and all was taken that there is: a burst of broken batches has ended by then. Of
+        another metric the range may be of a model that had collapsed, of which a sound one is out.
         """
         return self._is_of_data
 
@@ -249,6 +262,11 @@ class Judge:
     def is_exhausted(self) -> bool:
         """Whether alerts persist although all was taken as often as it may be, and more than once."""
         return is_exhausted(self.standing, self._ladder)
+
+    @property
+    def num_in_vain(self) -> int:
+        """How many steps had an alert since all was taken as often as it may be."""
+        return num_in_vain(self.standing, self._ladder)
 
     @property
     def is_to_go_back(self) -> bool:
@@ -283,29 +301,21 @@ class Judge:
         is_lost: bool = False,
         is_in_vain: bool = False,
         is_astray: bool = False,
-        falls: Metric | None = None,
+        metric: Metric | None = None,
     ) -> int | None:
         """Take the step's alert into account; give the rung to take, if it is time.
 
-        All as `after_alert` has them; what is taken again has its patience. `falls` is the metric of which it
-        counts whether it does, or None. `is_to_go_back` and `is_of_data` tell the rest.
+        All as `after_alert` has them; what is taken again has its patience. `metric` is that of the alert, if
+        it is finite. `is_to_go_back` and `is_of_data` tell the rest.
         """
-        self._is_to_go_back = False
+        self._is_to_go_back = self._is_of_data = False
         is_urgent = is_urgent and has_more(self.standing.taken, self._ladder)
         self._strikes[self._worker] += 1
         is_counted = self._strikes[self._worker] <= self.standing.strikes  # by another worker's
-        self._is_of_data = False
         if self.standing.taken and is_counted and not (is_elsewhere or is_urgent):
             self.wait()
             return None
         self._quiet.clear()
-        is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else what comes next harms nothing
-        has_gone_in_vain = not self._is_well and self._num_back >= self._ladder.most_back > 0 and is_behind
-        is_over = self.standing.strikes + 1 >= self._ladder.patience
-        if is_astray and has_gone_in_vain and is_over and not is_lost:
-            self._is_of_data = True
-            self.standing = replace(noted(self.standing), strikes=0)
-            return None
         before = self.standing
         self.standing, rung = after_alert(
             self.standing,
@@ -315,7 +325,7 @@ class Judge:
             is_lost=is_lost,
             is_in_vain=is_in_vain,
             is_astray=is_astray,
-            is_falling=falls is not None and self._is_falling(falls),
+            is_falling=metric is not None and self._is_falling(metric),
         )
         now = self.standing
         if now.strikes == 0:  # patience begins anew
@@ -323,6 +333,12 @@ class Judge:
         self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
+        has_gone_in_vain = not self._is_well and len(self._places) >= self._ladder.most_back > 0
+        is_behind = (
+            self._ladder.back != self._ladder.num_rungs - 1
+        )  # else nothing is in effect that does harm
+        is_over = is_behind and has_gone_in_vain and self.is_exhausted
+        self._is_of_data = metric == "loss" and is_astray and is_over
         return rung
 
     def _is_falling(self, metric: Metric) -> bool:
@@ -332,21 +348,26 @@ class Judge:
     def wait(self) -> None:
         """Take an alert into account for which there is nothing more to do: nothing is let go of."""
         self._quiet.clear()
+        self._is_of_data = False
         self.standing = noted(self.standing)
 
-    def take_level(self) -> list[Metric]:
-        """Learn the range anew of each metric whose last values are above it; give which."""
-        above = [metric for metric, detector in self.detectors.items() if detector.is_above]
+    def take_level(self, also: Metric | None = None) -> list[Metric]:
+        """Learn the range anew of each metric whose last values are above it, and of one more; give which."""
+        above = [name for name, detector in self.detectors.items() if detector.is_above or name == also]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
             self._by_ceiling.clear()
+        self._spells = {key: spell for key, spell in self._spells.items() if key[0] not in above}
+        self.standing = replace(self.standing, strikes=0)
+        self._strikes.clear()
         return above
 
-    def end_all(self, metrics: Sequence[Metric]) -> None:
-        """Take all rungs out of those in effect, and hear no more of the alerts of these metrics."""
-        self._spells = {key: spell for key, spell in self._spells.items() if key[0] not in metrics}
+    def end_all(self) -> None:
+        """Take all rungs out of those in effect."""
         for counter in (self._strikes, self._quiet, self._low):
             counter.clear()
+        self._levels.clear()
+        self._num_back, self._places, self._is_well = 0, (), True
         self.standing = ended(self.standing)
 
     def end(self, place: int) -> None:
@@ -384,6 +405,7 @@ class Judge:
             "levels": dict(self._levels),
             "is_well": self._is_well,
             "num_back": self._num_back,
+            "places": list(self._places),
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -412,6 +434,7 @@ class Judge:
         self._levels = dict(state.get("levels", {}))  # likewise
         self._is_well = bool(state.get("is_well", True))  # likewise
         self._num_back = int(state.get("num_back", 0))  # likewise
+        self._places = tuple(state.get("places", ()))  # likewise
 
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.

@@ -17,6 +17,7 @@ __all__ = [
     "is_exhausted",
     "may_go_back",
     "noted",
+    "num_in_vain",
     "until_again",
 ]
 
@@ -130,10 +131,10 @@ def after_alert(
     waiting = replace(standing, strikes=0 if goes_back else strikes, quiet=0, num_back=num_back)
     if standing.taken and strikes < _patience(standing.taken, ladder) and not (is_elsewhere or is_urgent):
         return waiting, None
-    is_patient = bool(standing.taken) and _num_patient(standing.taken, ladder) is not None
-    if is_patient and is_falling and not (is_elsewhere or is_urgent or goes_back):
-        return replace(waiting, strikes=0), None
     rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
+    is_patient = bool(standing.taken) and _num_patient(standing.taken, ladder) is not None
+    if rung is not None and is_patient and is_falling and not (is_elsewhere or is_urgent or goes_back):
+        return replace(waiting, strikes=0), None
     if rung is None or (is_in_vain and not has_more(standing.taken, ladder)):
         return waiting, None
     num_again = standing.num_again
@@ -163,8 +164,14 @@ def has_gone_back(standing: Standing, ladder: Ladder) -> bool:
 def is_exhausted(standing: Standing, ladder: Ladder) -> bool:
     """Tell whether alerts persist although all was taken as often as it may be, and more than once."""
     does_more = has_gone_back(standing, ladder) or ladder.repeats > 1
-    is_over = does_more and bool(standing.taken) and _next(standing.taken, ladder) is None
-    return is_over and standing.strikes >= _patience(standing.taken, ladder)
+    num = num_in_vain(standing, ladder)
+    return does_more and num > 0 and num >= _patience(standing.taken, ladder)
+
+
+def num_in_vain(standing: Standing, ladder: Ladder) -> int:
+    """Tell how many steps had an alert since all was taken as often as it may be."""
+    is_over = bool(standing.taken) and _next(standing.taken, ladder) is None
+    return standing.strikes if is_over else 0
 
 
 def noted(standing: Standing) -> Standing:

@@ -92,8 +92,8 @@ class AsyncTrainingMonitor:
             the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
             trains the model, and when taken again to the one before, never forward; at once, as a new
             matter, where parameters are lost again after values in the range; with each remedy behind it
-            that changes how training goes on, for what is finite, until no step was in the range on three
-            checkpoints, which then is taken for usual; three times in all, with one or without,
+            that changes how training goes on, for what is finite, until all was taken and no loss was in the
+            range in spite of it, which then is taken for usual; three times in all, with one or without,
             where nothing is finite any more; the step's gradient, which is of what was gone back from, is
             dropped. "pause" lets the thread that trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
@@ -105,7 +105,8 @@ class AsyncTrainingMonitor:
             KeyboardInterrupt.
         warm_up: Values of a metric before it has a range.
         patience: Steps with an alert that a remedy is given before the next one is taken. What does more each
-            time has twice as many each time from its third on, and as many again while the metric falls.
+            time has twice as many each time from the fourth on, and as many again while the metric falls,
+            but behind "rollback".
         quiet_steps: Steps within all ranges (of several workers, of the one that has made most) after which
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
             that a remedy had to be taken again. From an alert of the loss on its limit goes no higher, until
@@ -184,7 +185,7 @@ class AsyncTrainingMonitor:
             patience,
             quiet_steps,
             last.repeats,
-            last.growth,
+            last.growth if back is None or not last.is_mending else None,  # what was gone back to is anew
             back=back,
             most_back=0 if back is None else settings.remedies[back].repeats,
             mending=frozenset(n for n, remedy in enumerate(settings.remedies) if remedy.is_mending),

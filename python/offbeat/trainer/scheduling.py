@@ -167,7 +167,8 @@ def _with_inner(given: torch.optim.Optimizer | LRScheduler | None) -> list[Any]:
         elif isinstance(one, dict):
             left += one.values()
         elif isinstance(one, LRScheduler):
-            found.append(one)
+            lambdas = getattr(one, "lr_lambdas", ())  # of which torch loads what is no function
+            found += [one, *(each for each in lambdas if not inspect.isroutine(each))]
             left += (value for name, value in vars(one).items() if name != "optimizer")
         elif isinstance(one, torch.optim.Optimizer):
             found.append(one)
@@ -175,17 +176,21 @@ def _with_inner(given: torch.optim.Optimizer | LRScheduler | None) -> list[Any]:
     return found
 
 
-def _undoing(one: Any) -> Callable[[], None]:  # noqa: ANN401  an optimizer or a scheduler
+def _undoing(one: Any) -> Callable[[], None]:  # noqa: ANN401  an optimizer, a scheduler or a part of it
     """Give what makes it again what it is now."""
-    own, held = dict(vars(one)), _read(one, "state")  # one around another may have the other's
+    own, held = (
+        dict(getattr(one, "__dict__", {})),
+        _read(one, "state"),
+    )  # one around another may have the other's
     entries = dict(held) if isinstance(held, dict) else {}
     lists = _read(one, "param_groups")
     there = list(lists) if isinstance(lists, list | tuple) else []  # None: it is made later
     groups = [{name: _copied(name, value) for name, value in group.items()} for group in there]
 
     def undo() -> None:
-        vars(one).clear()
-        vars(one).update(own)
+        if own:
+            vars(one).clear()
+            vars(one).update(own)
         if isinstance(held, dict):
             held.clear()
             held.update(entries)

@@ -319,6 +319,23 @@ def test_a_run_whose_data_changes_for_good_is_not_ended_by_a_remedy(change, ladd
     assert guarded > alone - 25 * POINT, "none of it has time to learn all that a run without it does"
 
 
+def a_hundred_times(images, labels):
+    return 100 * images, labels
+
+
+@on_fashion
+@pytest.mark.parametrize("num", [17, 25])
+def test_a_burst_of_broken_batches_is_no_change_of_the_data(num, tmp_path):
+    given = {"change": a_hundred_times, "change_in": slice(300, 300 + num)}
+    without_fault = Kept(0, tmp_path / "clean").train()
+    unguarded = Kept(0, tmp_path / "unguarded").train(**given)
+    run = Kept(0, tmp_path / "guarded")
+    with AsyncTrainingMonitor(run.model, remediation_strategy=["rollback", "reduce_lr"]) as monitor:
+        guarded = run.train(**given)
+        assert not any("taken for usual" in alert.result for alert in monitor.report().alerts)
+    assert guarded > without_fault - 4 * POINT > unguarded, "the rate was cut for some steps meanwhile"
+
+
 # ------------------------------------------------------------------------------------------- without a fault
 
 

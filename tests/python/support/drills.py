@@ -109,17 +109,17 @@ class Kept:
             wrap(self.model), folder, checkpoint_frequency, deterministic=True
         )
 
-    def train(self, fault=None, *, change=None, change_at=250):
+    def train(self, fault=None, *, change=None, change_in=slice(250, None)):
         """Give the accuracy at the end.
 
         Args:
             fault: Takes (run, step) after each step of the optimizer.
-            change: Takes images and labels, and gives what they are from a step on, for good.
-            change_at: That step.
+            change: Takes images and labels, and gives what they are in some steps.
+            change_in: These; of what comes after the last the accuracy is, too.
         """
         given = list(batches(self.seed, num_steps=self.num_steps))
         if change is not None:
-            given[change_at:] = [change(*batch) for batch in given[change_at:]]
+            given[change_in] = [change(*batch) for batch in given[change_in]]
 
         def after(*_):
             fault(self, self.trainer.history.steps + 1)
@@ -135,7 +135,7 @@ class Kept:
             ),
             scheduler_interval="step",
         )
-        return accuracy(self.model, change)
+        return accuracy(self.model, change if change_in.stop is None else None)
 
 
 class LocalSgd:

@@ -731,6 +731,23 @@ def test_a_level_that_stays_after_all_cuts_of_the_rate_is_taken_for_usual():
     assert (alert.num, alert.action) == (1, "reduce_lr")
 
 
+def test_of_two_metrics_in_a_step_one_is_learnt_anew_and_the_other_begins_nothing_in_it():
+    live = torch.optim.SGD(net().parameters(), lr=1.0)
+    given = {"patience": 1, "warm_up": 10, "quiet_steps": 20, "acts_on": live}
+    metrics, ladder = ["loss", "gradient_norm"], ["alert", "reduce_lr"]
+    monitor = AsyncTrainingMonitor(None, metrics, remediation_strategy=ladder, **given)
+    in_effect = []
+    for step in range(300):
+        value = 9.0 if step >= 40 else 1.0
+        monitor.observe(step, loss=value, gradient_norm=value)
+        in_effect.append(monitor.in_effect)
+    first = next(step for step in range(41, 300) if in_effect[step] == ())
+    (learnt,) = (alert for alert in monitor.report().alerts if "taken for usual" in alert.result)
+    assert learnt.step == first
+    assert "what loss and gradient_norm is now is taken for usual" in learnt.result
+    assert set(in_effect[first:]) == {()}
+
+
 class RollsBack:
     def rollback(self, version=None):
         return "somewhere"

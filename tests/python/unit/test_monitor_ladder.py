@@ -345,30 +345,48 @@ def after_how_many_alerts(*, num_workers=1, num_rungs=1):
 
 
 @pytest.mark.parametrize("num_more", [1, 0])
-def test_of_what_no_step_is_in_the_range_it_is_gone_back_from_thrice_and_then_it_is_what_is_measured(
+def test_of_what_no_loss_is_in_the_range_it_is_gone_back_from_thrice_and_in_the_end_it_is_what_is_measured(
     num_more,
 ):
     given = {"repeats": 10 if num_more else 3, "back": 0, "most_back": 3, "mending": frozenset({num_more})}
     ladder = Ladder(1 + num_more, patience=1, quiet_steps=50, **given)
-    made = Judge(["loss"], ladder, threshold=0.5, warm_up=5)
+    made, stays = Judge(["loss"], ladder, threshold=0.5, warm_up=5), []
     for step in range(6):
         feed(made, step, 1.0)
-    for step in range(6, 9):
+    for step in range(6, 30):
         made.begin(step)
         assert made.see("loss", 99.0) is not None
-        assert made.climb(is_astray=step > 6) is not None
-        made.went_back()
-        assert not made.is_to_stay
-        assert not made.is_of_data
-    made.begin(9)
-    made.see("loss", 99.0)
-    assert made.climb(is_astray=True) is None
+        rung = made.climb(is_astray=step > 6, metric="loss")
+        if rung is None:
+            break
+        made.went_back(40 - 10 * min(step - 6, 2))
+        stays.append(made.is_to_stay)
+    assert stays == [False, False] + [True] * (1 + 8 * num_more)
+    assert made.is_exhausted
     assert made.is_of_data == (num_more > 0), "where nothing comes behind, going on being told harms nothing"
     if num_more:
         assert made.take_level() == ["loss"]
-        for step in range(10, 20):
+        made.end_all()
+        assert made.standing.taken == ()
+        for step in range(30, 40):
             assert feed(made, step, 99.0)[0] is None
-        assert made.is_to_stay
+        made.went_back()
+        assert not made.is_to_stay, "it counts anew"
+
+
+@pytest.mark.parametrize("places", [[40, 40, 40], [40, 50, 60], [40, 30, 30], [None, None, None]])
+def test_what_was_gone_back_to_says_nothing_of_the_data_where_it_is_not_older_each_time(places):
+    ladder = Ladder(2, patience=1, quiet_steps=50, repeats=3, back=0, most_back=3, mending=frozenset({1}))
+    made = Judge(["loss"], ladder, threshold=0.5, warm_up=5)
+    for step in range(6):
+        feed(made, step, 1.0)
+    for step in range(6, 30):
+        made.begin(step)
+        assert made.see("loss", 99.0) is not None
+        if made.climb(is_astray=step > 6, metric="loss") is not None:
+            made.went_back(places[min(step - 6, 2)])
+        assert not made.is_of_data
+    assert made.is_exhausted
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 10])

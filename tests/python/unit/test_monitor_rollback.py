@@ -513,10 +513,12 @@ def test_what_cannot_be_asked_whether_it_goes_back_costs_no_other_remedy_and_no_
     assert thing.num_calls == 1
 
 
-def test_where_what_was_gone_to_is_no_longer_kept_it_is_gone_to_nothing_newer():
-    losses = [1.0] * 45 + [9.0, 9.0, 1.0, 1.0] * 20
-    assert set(astray(losses)) == {40}
-    assert len(astray(losses)) > 3
+def test_where_what_was_gone_to_is_no_longer_kept_it_is_gone_to_what_is():
+    """What is kept is what was good, and worth more than what has gone astray with a lower rate alone."""
+    losses = [1.0] * 45 + [9.0, 9.0, 1.0, 1.0] * 12
+    went = astray(losses)
+    assert went[:5] == [40] * 5
+    assert went[-1] > 40
 
 
 def test_alerts_far_from_one_another_go_back_once_and_lose_nothing_by_a_lower_rate():

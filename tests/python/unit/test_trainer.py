@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import (
     ConstantLR,
     ExponentialLR,
+    LambdaLR,
     LinearLR,
     OneCycleLR,
     ReduceLROnPlateau,
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import (
 import offbeat
 from offbeat import averaging, optim
 from offbeat.errors import ConfigError, StateError
+from offbeat.trainer.scheduling import as_it_was_after_failure
 from offbeat.trainer.settings import Sync, Syncs
 from offbeat.trainer.stage import Stage
 from offbeat.trainer.trainer import KEYS
@@ -732,6 +734,28 @@ def test_a_scheduler_that_does_not_take_its_state_is_refused_and_the_optimizer_i
     assert other.optimizer is (live if is_there else None)
     assert other.state_dict()["scheduler"] == scheduled
     train(other, None if is_there else live, epochs=1)
+
+
+class Factor:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, epoch):
+        return self.by**epoch
+
+
+def test_a_failure_undoes_what_was_loaded_into_the_function_of_a_scheduler_too():
+    def made(by):
+        live = torch.optim.SGD(plain().parameters(), lr=0.1)
+        return LambdaLR(live, [Factor(by)])
+
+    scheduler, other = made(0.5), made(0.9)
+    (function,) = scheduler.lr_lambdas
+    with pytest.raises(ZeroDivisionError), as_it_was_after_failure(scheduler):
+        scheduler.load_state_dict(other.state_dict())
+        assert function.by == 0.9
+        raise ZeroDivisionError
+    assert function.by == 0.5
 
 
 class Two(torch.optim.Optimizer):
