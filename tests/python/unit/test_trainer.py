@@ -751,10 +751,15 @@ def test_a_failure_undoes_what_was_loaded_into_the_function_of_a_scheduler_too()
 
     scheduler, other = made(0.5), made(0.9)
     (function,) = scheduler.lr_lambdas
-    with pytest.raises(ZeroDivisionError), as_it_was_after_failure(scheduler):
-        scheduler.load_state_dict(other.state_dict())
-        assert function.by == 0.9
-        raise ZeroDivisionError
+
+    def fail():
+        with as_it_was_after_failure(scheduler):
+            scheduler.load_state_dict(other.state_dict())
+            assert function.by == 0.9
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert function.by == 0.5
 
 
