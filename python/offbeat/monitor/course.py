@@ -230,6 +230,7 @@ class Course:
     def let_go(self) -> None:
         """Let go of all remedies, the newest first."""
         while self._in_effect:
+            self._judge.end(len(self._in_effect) - 1)  # first: a Ctrl-C may end what is undone
             self._release()
 
     def was_set(self, thing: object, name: str) -> None:
@@ -406,10 +407,12 @@ class Course:
         """Learn a level anew where no remedy is for it, or all were taken and one slows the run; say so."""
         slows = any(self._remedy(name).slows for name in self.in_effect)
         num = self._judge.num_in_vain
-        is_for_long = slows and num >= LONG
+        is_for_long = slows and num >= LONG and not self._judge.is_given_patience
         if not excess.is_finite or self._is_broken() or not (self._judge.is_of_data or is_for_long):
             return ""
-        metrics = self._judge.take_level(also=excess.metric)
+        if not self._judge.is_of_data and self._judge.gives_time(excess.metric):
+            return ""
+        metrics = self._judge.take_level(also=self._judge.in_alert)
         # Else it may be the remedy that keeps the loss in its range, or lets it come back.
         is_loss = excess.metric == "loss" or "loss" not in self._judge.detectors
         self._is_to_end = self._judge.is_of_data or (is_loss and "rollback" not in self._settings.names)
@@ -417,7 +420,7 @@ class Course:
         why = (
             "no loss was in the range on all that it went back to, so that it is the data and not the model"
             if self._judge.is_of_data
-            else f"{num} steps have had an alert since all was taken that there is"
+            else f"{num} more steps have had an alert in spite of all that there is"
         )
         return (
             f"; {why}: what {' and '.join(metrics)} is now is taken for usual, its range is learnt anew, and "

@@ -5,7 +5,7 @@ Holds what the pure parts (`Detector`, `Ladder`) have come to, and nothing else:
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from offbeat.monitor.ladder import (
     has_gone_back,
     has_more,
     is_exhausted,
+    is_given_patience,
     may_go_back,
     noted,
     num_in_vain,
@@ -46,6 +47,9 @@ which the loss has stayed, and has not come back. What takes longer to reach it 
 
 LEAST_FALL = 0.01
 """Share by which the last values are lower than those when patience began, so that a metric falls."""
+
+FALL_OF_LONG = 0.1
+"""Likewise, in the hundred steps or so after all was taken: less may be noise."""
 
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
@@ -264,6 +268,11 @@ class Judge:
         return is_exhausted(self.standing, self._ladder)
 
     @property
+    def is_given_patience(self) -> bool:
+        """Whether the newest remedy has patience still."""
+        return is_given_patience(self.standing, self._ladder)
+
+    @property
     def num_in_vain(self) -> int:
         """How many steps had an alert since all was taken as often as it may be."""
         return num_in_vain(self.standing, self._ladder)
@@ -351,9 +360,24 @@ class Judge:
         self._is_of_data = False
         self.standing = noted(self.standing)
 
-    def take_level(self, also: Metric | None = None) -> list[Metric]:
-        """Learn the range anew of each metric whose last values are above it, and of one more; give which."""
-        above = [name for name, detector in self.detectors.items() if detector.is_above or name == also]
+    def gives_time(self, metric: Metric) -> bool:
+        """Tell whether a metric has come down since that was asked, or all was taken; if so, begin anew."""
+        before = self._levels.get(metric, math.nan)
+        if not self.detectors[metric].level < before - FALL_OF_LONG * abs(before):
+            return False
+        self._levels[metric] = self.detectors[metric].level
+        self.standing = replace(self.standing, strikes=0)
+        self._strikes.clear()
+        return True
+
+    @property
+    def in_alert(self) -> set[Metric]:
+        """Those metrics whose alerts are not over, and that may have another range."""
+        return {metric for metric, _ in self._spells} - {"non_finite"}
+
+    def take_level(self, also: Collection[Metric] = ()) -> list[Metric]:
+        """Learn the range anew of each metric whose last values are above it, and of some; give which."""
+        above = [name for name, detector in self.detectors.items() if detector.is_above or name in also]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
             self._by_ceiling.clear()

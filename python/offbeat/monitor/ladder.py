@@ -15,6 +15,7 @@ __all__ = [
     "has_gone_back",
     "has_more",
     "is_exhausted",
+    "is_given_patience",
     "may_go_back",
     "noted",
     "num_in_vain",
@@ -164,8 +165,13 @@ def has_gone_back(standing: Standing, ladder: Ladder) -> bool:
 def is_exhausted(standing: Standing, ladder: Ladder) -> bool:
     """Tell whether alerts persist although all was taken as often as it may be, and more than once."""
     does_more = has_gone_back(standing, ladder) or ladder.repeats > 1
-    num = num_in_vain(standing, ladder)
-    return does_more and num > 0 and num >= _patience(standing.taken, ladder)
+    is_over = num_in_vain(standing, ladder) > 0 and not is_given_patience(standing, ladder)
+    return does_more and is_over
+
+
+def is_given_patience(standing: Standing, ladder: Ladder) -> bool:
+    """Tell whether the newest rung has patience still."""
+    return bool(standing.taken) and standing.strikes < _patience(standing.taken, ladder)
 
 
 def num_in_vain(standing: Standing, ladder: Ladder) -> int:

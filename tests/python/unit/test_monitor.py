@@ -722,13 +722,26 @@ def test_a_level_that_stays_after_all_cuts_of_the_rate_is_taken_for_usual():
     assert "lower learning rate" not in in_vain.result
     (learnt,) = (alert for alert in told if "is taken for usual" in alert.result)
     assert learnt.step == all_taken + 100
-    assert "100 steps have had an alert since all was taken" in learnt.result
+    assert "100 more steps have had an alert in spite of all that there is" in learnt.result
     assert set(rates[: all_taken + 100]) == {0.5**n for n in range(11)}
     assert set(rates[all_taken + 100 :]) == {1.0}
     assert monitor.in_effect == ()
     assert monitor.observe(600, loss=9.0) == ()
     (alert,) = monitor.observe(601, loss=90.0)
     assert (alert.num, alert.action) == (1, "reduce_lr")
+
+
+def test_a_level_that_comes_down_after_all_cuts_of_the_rate_is_given_time():
+    """By as little as a hundredth of the rate makes it, and not what is usual meanwhile."""
+    live, told = torch.optim.SGD(net().parameters(), lr=1.0), []
+    given = {"patience": 5, "warm_up": 10, "quiet_steps": 20, "acts_on": live, "callbacks": told.append}
+    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", **given)
+    loss = 1.0
+    for step in range(1500):
+        loss = min(loss * 1.05, 8.0) if factor_of(live) > 0.002 else max(loss * 0.997, 1.0)
+        monitor.observe(step, loss=1.0 if step < 20 else loss)
+    assert not any("is taken for usual" in alert.result for alert in told)
+    assert loss < 2.0
 
 
 def test_of_two_metrics_in_a_step_one_is_learnt_anew_and_the_other_begins_nothing_in_it():
