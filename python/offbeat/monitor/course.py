@@ -405,9 +405,8 @@ class Course:
 
     def _learn_level(self, excess: Excess) -> str:
         """Learn a level anew where no remedy is for it, or all were taken and one slows the run; say so."""
-        slows = any(self._remedy(name).slows for name in self.in_effect)
         num = self._judge.num_in_vain
-        is_for_long = slows and num >= LONG and not self._judge.is_given_patience
+        is_for_long = self._is_slowed() and num >= LONG and not self._judge.is_given_patience
         if not excess.is_finite or self._is_broken() or not (self._judge.is_of_data or is_for_long):
             return ""
         if not self._judge.is_of_data and self._judge.gives_time(excess.metric):
@@ -427,6 +426,10 @@ class Course:
             f"what is in effect is let go of{when}"
         )
 
+    def _is_slowed(self) -> bool:
+        """Tell whether something in effect lets the run learn less for as long as it is."""
+        return any(self._remedy(name).slows for name in self.in_effect)
+
     def _told_in_vain(self) -> str:
         """Say what helps where it was gone back as often as may be, once each time that this is so."""
         was_in_vain = self._is_in_vain
@@ -438,8 +441,7 @@ class Course:
         said = f'"{name}" was taken as often as it may be, in vain'
         if is_broken:
             return f"; {said}: where the data is sound, {self._words_of_help()}"
-        slows = any(self._remedy(name).slows for name in self.in_effect)
-        itself = f", as is done after {LONG} steps with an alert" if slows else ""
+        itself = f", as is done after {LONG} steps with an alert" if self._is_slowed() else ""
         return (
             f"; {said}: where such values are right from now on, monitor.reset() learns them{itself}; where "
             f"the model has gone astray, {self._words_of_help(is_cut='reduce_lr' in self._settings.names)}"

@@ -334,7 +334,7 @@ class Judge:
             is_lost=is_lost,
             is_in_vain=is_in_vain,
             is_astray=is_astray,
-            is_falling=metric is not None and self._is_falling(metric),
+            is_falling=metric is not None and self._has_fallen(metric, LEAST_FALL),
         )
         now = self.standing
         if now.strikes == 0:  # patience begins anew
@@ -343,16 +343,14 @@ class Judge:
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
         has_gone_in_vain = not self._is_well and len(self._places) >= self._ladder.most_back > 0
-        is_behind = (
-            self._ladder.back != self._ladder.num_rungs - 1
-        )  # else nothing is in effect that does harm
+        is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and has_gone_in_vain and self.is_exhausted
         self._is_of_data = metric == "loss" and is_astray and is_over
         return rung
 
-    def _is_falling(self, metric: Metric) -> bool:
+    def _has_fallen(self, metric: Metric, share: float) -> bool:
         before = self._levels.get(metric, math.nan)
-        return self.detectors[metric].level < before - LEAST_FALL * abs(before)
+        return self.detectors[metric].level < before - share * abs(before)
 
     def wait(self) -> None:
         """Take an alert into account for which there is nothing more to do: nothing is let go of."""
@@ -362,8 +360,7 @@ class Judge:
 
     def gives_time(self, metric: Metric) -> bool:
         """Tell whether a metric has come down since that was asked, or all was taken; if so, begin anew."""
-        before = self._levels.get(metric, math.nan)
-        if not self.detectors[metric].level < before - FALL_OF_LONG * abs(before):
+        if not self._has_fallen(metric, FALL_OF_LONG):
             return False
         self._levels[metric] = self.detectors[metric].level
         self.standing = replace(self.standing, strikes=0)

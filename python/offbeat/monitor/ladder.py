@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 MOST_DOUBLINGS = 6
-"""Of the quiet time, and of patience: 64 times as long at most."""
+"""Of the quiet time: 64 times as long at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Growth:
 
     Attributes:
         after: How often it is taken with the same patience.
-        most: How many times the patience at most.
+        most: How many times the patience at most; None: as many as it comes to.
     """
 
     after: int = 0
-    most: int = 2**MOST_DOUBLINGS
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,8 @@ def _patience(taken: tuple[int, ...], ladder: Ladder) -> int:
     num = _num_patient(taken, ladder)
     if ladder.growth is None or num is None:
         return ladder.patience
-    return ladder.patience * min(1 << num, ladder.growth.most)
+    times = 1 << num
+    return ladder.patience * (times if ladder.growth.most is None else min(times, ladder.growth.most))
 
 
 def _num_patient(taken: tuple[int, ...], ladder: Ladder) -> int | None:

@@ -178,17 +178,15 @@ def _with_inner(given: torch.optim.Optimizer | LRScheduler | None) -> list[Any]:
 
 def _undoing(one: Any) -> Callable[[], None]:  # noqa: ANN401  an optimizer, a scheduler or a part of it
     """Give what makes it again what it is now."""
-    own, held = (
-        dict(getattr(one, "__dict__", {})),
-        _read(one, "state"),
-    )  # one around another may have the other's
+    own = dict(vars(one)) if hasattr(one, "__dict__") else None
+    held = _read(one, "state")  # one around another may have the other's
     entries = dict(held) if isinstance(held, dict) else {}
     lists = _read(one, "param_groups")
-    there = list(lists) if isinstance(lists, list | tuple) else []  # None: it is made later
+    there = list(lists) if isinstance(lists, list | tuple) else []  # where it has them by now
     groups = [{name: _copied(name, value) for name, value in group.items()} for group in there]
 
     def undo() -> None:
-        if own:
+        if own is not None:
             vars(one).clear()
             vars(one).update(own)
         if isinstance(held, dict):
