@@ -360,23 +360,23 @@ class Course:
             place: Of what is done anew by it; None: it is the newest.
             back: The place of a rollback to take again, and first: what is next is for what is gone back to.
         """
-        num_went_back = self.num_went_back
+        taken = []
         if back is not None:
             if not self._in_effect[back].taken.is_done:  # whatever is kept is worth more than what is lost
                 self._begin()
             elif rung is not None and not self._is_broken():
                 self._make("rollback", "stay" if self._judge.is_to_stay else "renew")
-            self._act(self._settings.names.index("rollback"), worker, back)
+            taken.append(self._act(self._settings.names.index("rollback"), worker, back))
         if rung is not None:
             if back is None and place is None and not self._is_broken():
                 self._make(self._settings.names[rung], "renew")
-            self._act(rung, worker, place)
-        if self.num_went_back == num_went_back:
+            taken.append(self._act(rung, worker, place))
+        went = [one for one in taken if one.goes_back]
+        if not went:
             return False
         self.is_lost = False  # it is finite, as far as is known
         self._has_passed = not self._is_counted
-        places = [effect.taken.held for effect in self._in_effect if effect.taken.goes_back]
-        self._judge.went_back(max(places[-1], default=None) if places and places[-1] else None)
+        self._judge.went_back(max(went[-1].held or (), default=None))
         return True
 
     def _done(
@@ -563,8 +563,8 @@ class Course:
         except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
             log.warn(f"step {self._step}: {name} cannot be made ready: {_words(error)}")
 
-    def _act(self, rung: int, worker: str | None, place: int | None) -> None:
-        """Take a remedy, as the newest in effect, or anew in the place of what was."""
+    def _act(self, rung: int, worker: str | None, place: int | None) -> Taken:
+        """Take a remedy, as the newest in effect, or anew in the place of what was; give what came of it."""
         name, remedy = self._settings.names[rung], self._settings.remedies[rung]
         taken = Taken("was broken off", _nothing)
         try:
@@ -577,6 +577,7 @@ class Course:
             self._in_effect[begin : begin + 1] = [_InEffect(name, self._step, taken)]
             self.num_taken[name] += 1
             self.num_went_back += taken.goes_back
+        return taken
 
     def _release(self) -> None:
         effect = self._in_effect.pop()

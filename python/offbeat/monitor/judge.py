@@ -9,8 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from offbeat.monitor.attempts import Attempts
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import Detector, Metric
+from offbeat.monitor.hold import Hold
 from offbeat.monitor.ladder import (
     Ladder,
     Standing,
@@ -34,16 +36,6 @@ __all__ = ["Excess", "Judge"]
 LOSSES_PER_VARIANCE = 5
 """Of as many losses one after the other a variance is taken; windows that overlap would be so alike that a
 band could not tell how far variances stray."""
-
-MOST_BY_CEILING = 3
-"""Times the patience, or as many times as there are remedies where those are more: alerts that the loss's
-ceiling alone makes of one worker, without the quiet steps in between in which the loss is low again, until it
-is let go of. A rate that is too high is cut three times by then; a sound run whose loss stays at another
-level loses no more than that by it."""
-
-LONG_CALM = 10
-"""Times the quiet steps, without an alert and with nothing in effect, until a ceiling is let go of under
-which the loss has stayed, and has not come back. What takes longer to reach it is no divergence."""
 
 LEAST_FALL = 0.01
 """Share by which the last values are lower than those when patience began, so that a metric falls."""
@@ -105,11 +97,8 @@ class Judge:
     each has steps of its own, and those count of the worker that has made most: else ten workers would
     make a step ten times, and be let go of, or climb, in a tenth of the time.
 
-    From an alert of a loss that is finite on its limit goes no higher, until all is let go of and the loss
-    has been as low as before for as many steps as that takes, or in its range for `LONG_CALM` times as many,
-    or it has made so many alerts that were none without it (`MOST_BY_CEILING`): a loss that rises slowly in
-    spite of a remedy, or once it is let go of, would take its range along, and be what is usual. Other
-    metrics rise in sound runs, too.
+    From an alert of the loss on its limit is held for a while (`hold.py`). Other metrics rise in sound runs,
+    too, and are followed.
     """
 
     def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
@@ -126,14 +115,10 @@ class Judge:
         self._num_unusable = 0  # steps in a row, whose ever, with something that is not finite
         self._unusable: set[Metric] = set()  # of which metrics that was
         self._is_to_go_back = False
-        self._by_ceiling: Counter[str | None] = Counter()  # alerts that were none without the loss's ceiling
-        self._low: Counter[str | None] = Counter()  # steps whose loss was no higher than that, as `_quiet`
-        self._calm: Counter[str | None] = Counter()  # steps in the range since, with nothing in effect
+        self._hold = Hold(ladder)
+        self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
-        self._num_back = 0  # how often it was gone back since a step was in the range
-        self._places: tuple[int, ...] = ()  # each older than the one before, of these
         self._is_of_data = False
-        self._is_well = True  # a loss was in the range since it was gone back; without one, a step
         self._step = 0
         self._worker: str | None = None
         self._losses: list[float] = []
@@ -148,25 +133,23 @@ class Judge:
         if last.had_value and not last.had_unusable:
             self._num_unusable = 0
             self._unusable.clear()
-        self._low[worker] += last.was_low
-        if self._low[worker] >= self._ladder.quiet_steps:
-            self._by_ceiling.clear()  # the loss has come back: the ceiling was right
-        is_over = self._low[worker] >= self._ladder.quiet_steps
-        is_over |= self._calm[worker] >= LONG_CALM * self._ladder.quiet_steps
-        if is_over and not self.standing.taken:
+        self._hold.see_step(worker, was_low=last.was_low)
+        if self._hold.is_over(worker) and not self.standing.taken:
             self._let_go_of_limit()
         if last.had_excess or not last.had_value_in_range:
             return None
-        self._is_well |= "loss" not in self.detectors
+        if "loss" not in self.detectors:
+            self._attempts = self._attempts.after_range()
+        if not self.standing.taken:
+            self._hold.see_calm_step(worker)
         self._quiet[worker] += 1
-        self._calm[worker] += not self.standing.taken
         if self._quiet[worker] <= self.standing.quiet:
             return None
         self.standing, released = after_quiet(self.standing, self._ladder)
         if self.standing.quiet == 0:
             self._quiet.clear()
         if released is not None:
-            self._low.clear()
+            self._hold.await_return()
         return released
 
     def see(self, metric: Metric, value: float) -> Excess | None:
@@ -192,11 +175,15 @@ class Judge:
                 self._over = self._spells.pop(key)
         if metric == "loss":
             step.was_low = detector.ceiling is not None and value <= detector.ceiling
-            self._is_well |= verdict in ("quiet", "warm_up")
+            if verdict in ("quiet", "warm_up"):
+                self._attempts = self._attempts.after_range()
         if verdict != "alert":
             return None
         if metric == "loss" and is_usable(value):
-            self._hold_limit(is_by_ceiling=detector.is_by_ceiling(value))
+            if self._hold.lasts_after_alert(self._worker, is_by_ceiling=detector.is_by_ceiling(value)):
+                self.detectors["loss"] = self.detectors["loss"].held()
+            else:
+                self._let_go_of_limit()
         # A worker that has left in the middle of its alerts ends none of them.
         is_new = not self._spells or self.standing.quiet >= QUIET_VALUES
         self._spells[key] = spell = (
@@ -210,7 +197,7 @@ class Judge:
         step = self._steps.setdefault(self._worker, _Step())
         self._num_unusable += not step.had_unusable
         step.had_value = step.had_unusable = True
-        self._num_back, self._places = 0, ()  # that it is not in the range is another matter
+        self._attempts = self._attempts.after_unusable()
 
     def went_back(self, place: int | None = None) -> None:
         """Note that the model is another, of which nothing is known yet.
@@ -220,22 +207,13 @@ class Judge:
         """
         self._num_unusable = 0
         self._unusable.clear()
-        if self._is_well:
-            self._num_back, self._places = 0, ()
-        self._num_back += 1
-        if place is not None and all(place < other for other in self._places):
-            self._places = (*self._places, place)  # a newer one may have been kept when all was astray
+        self._attempts = self._attempts.after(place)
         self._levels.clear()  # which are not of this one: that it begins lower helps nothing
-        self._is_well = False
 
     @property
     def is_to_stay(self) -> bool:
-        """Whether the remedy that goes back, taken once more with another, need go no further than it did.
-
-        Not where no loss has been in the range since: what it went to may have been astray, too. That is
-        tried no more often than what is lost is: of an older model the loss may be above the range as well.
-        """
-        return self._is_well or self._num_back >= self._ladder.most_back
+        """Whether the remedy that goes back, taken once more with another, need go no further than it did."""
+        return self._attempts.is_to_stay(self._ladder.most_back)
 
     @property
     def is_of_data(self) -> bool:
@@ -342,9 +320,8 @@ class Judge:
         self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
-        has_gone_in_vain = not self._is_well and len(self._places) >= self._ladder.most_back > 0
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
-        is_over = is_behind and has_gone_in_vain and self.is_exhausted
+        is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
         self._is_of_data = metric == "loss" and is_astray and is_over
         return rung
 
@@ -377,7 +354,7 @@ class Judge:
         above = [name for name, detector in self.detectors.items() if detector.is_above or name in also]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
-            self._by_ceiling.clear()
+            self._hold.forget_alerts()
         self._spells = {key: spell for key, spell in self._spells.items() if key[0] not in above}
         self.standing = replace(self.standing, strikes=0)
         self._strikes.clear()
@@ -385,10 +362,11 @@ class Judge:
 
     def end_all(self) -> None:
         """Take all rungs out of those in effect."""
-        for counter in (self._strikes, self._quiet, self._low):
-            counter.clear()
+        self._strikes.clear()
+        self._quiet.clear()
+        self._hold.await_return()
         self._levels.clear()
-        self._num_back, self._places, self._is_well = 0, (), True
+        self._attempts = Attempts()
         self.standing = ended(self.standing)
 
     def end(self, place: int) -> None:
@@ -396,20 +374,8 @@ class Judge:
         taken = self.standing.taken
         self.standing = replace(self.standing, taken=(*taken[:place], *taken[place + 1 :]))
 
-    def _hold_limit(self, *, is_by_ceiling: bool) -> None:
-        """Let the loss's limit go no higher from here on, unless that alone has made alerts enough."""
-        self._low.clear()
-        self._calm.clear()
-        self._by_ceiling[self._worker] += is_by_ceiling
-        most = max(MOST_BY_CEILING, self._ladder.num_rungs) * self._ladder.patience
-        if self._by_ceiling[self._worker] >= most:
-            self._let_go_of_limit()  # the loss is what it is
-        else:
-            self.detectors["loss"] = self.detectors["loss"].held()
-
     def _let_go_of_limit(self) -> None:
-        self._by_ceiling.clear()
-        self._calm.clear()
+        self._hold.end()
         if "loss" in self.detectors:
             self.detectors["loss"] = self.detectors["loss"].let_go()
 
@@ -420,13 +386,9 @@ class Judge:
             "standing": asdict(self.standing),
             "steps": [(worker, asdict(step)) for worker, step in self._steps.items()],
             "quiet": list(self._quiet.items()),
-            "low": list(self._low.items()),
-            "calm": list(self._calm.items()),
-            "by_ceiling": list(self._by_ceiling.items()),
+            "hold": self._hold.state(),
+            "attempts": asdict(self._attempts),
             "levels": dict(self._levels),
-            "is_well": self._is_well,
-            "num_back": self._num_back,
-            "places": list(self._places),
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -449,13 +411,10 @@ class Judge:
         self._strikes, self._spells, self._losses = strikes, spells, losses
         self._num_unusable = int(state.get("num_unusable", 0))  # which states had not, once
         self._unusable = set(state.get("unusable", ()))  # likewise
-        self._low, self._calm, self._by_ceiling = (
-            Counter(dict(state.get(name, ()))) for name in ("low", "calm", "by_ceiling")
-        )  # likewise
+        self._hold.load(state.get("hold", {}))  # likewise
         self._levels = dict(state.get("levels", {}))  # likewise
-        self._is_well = bool(state.get("is_well", True))  # likewise
-        self._num_back = int(state.get("num_back", 0))  # likewise
-        self._places = tuple(state.get("places", ()))  # likewise
+        attempts = state.get("attempts", {})  # likewise
+        self._attempts = Attempts(**{**attempts, "places": tuple(attempts.get("places", ()))})
 
     def variance_with(self, readings: Mapping[str, float]) -> float | None:
         """Gather losses; give the variance of the last few when there are enough.
