@@ -92,8 +92,9 @@ class Recovery:
         whose = f" of worker {self.worker}" if self.worker is not None else ""
         alerts = "1 alert" if self.num_alerts == 1 else f"{self.num_alerts} alerts"
         now, then = f"{self.expected[1]:.4g}", f"{self.expected_then[1]:.4g}"
-        if self.value > self.expected_then[1]:  # it has not come back: the range has come to it
-            where = f"which is usual by now (up to {now}) and was not when that began (up to {then})"
+        if self.value > self.expected_then[1] and now != then:  # the range has come to it
+            known = "its range is still learnt" if now == "inf" else f"up to {now}"
+            where = f"which is usual by now ({known}) and was not when that began (up to {then})"
         else:
             moved = f"; when that began up to {then}" if then not in (now, "inf") else ""
             where = (

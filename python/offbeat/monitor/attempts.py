@@ -11,7 +11,8 @@ class Attempts:
 
     Attributes:
         num: How often.
-        places: The steps or versions that it went to, where that is known, each older than the one before.
+        places: Those known steps or versions that it went to since something was not finite, each older than
+            the one before.
         is_well: Whether a loss was in its range since the last; without one that is judged, a step.
     """
 
@@ -32,8 +33,8 @@ class Attempts:
         return replace(self, is_well=True)
 
     def after_unusable(self) -> "Attempts":
-        """Give them where something is not finite: that it is not in the range is another matter."""
-        return replace(self, num=0, places=())
+        """Give them where something is not finite: that no loss is in the range is another matter."""
+        return replace(self, places=())
 
     def is_to_stay(self, most: int) -> bool:
         """Tell whether the next need go no further than the last.

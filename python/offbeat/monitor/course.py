@@ -63,7 +63,6 @@ class Course:
         self._num_alerts: Counter[str] = Counter()
         self._num_dropped_in_a_row = 0
         self.is_lost = False
-        self._is_to_end = False  # all that is in effect, with this step: a level is taken for usual
         self._is_in_vain = False  # to have gone back: that was told, and is so still
         self._has_passed = True  # a gradient has, since it was gone back; else it is the data that is broken
         self._is_counted = False  # it is heard of gradients
@@ -106,6 +105,7 @@ class Course:
         """
         self._step = step
         self._resume()
+        ends_all = False
         if self._judge.begin(step, worker) is not None:
             self._release()
         variance = None if "loss_variance" in readings else self._judge.variance_with(readings)
@@ -115,14 +115,18 @@ class Course:
             if metric in judged:
                 self._series[metric].add(step, judged[metric], detector.expected)
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
-                    raised.append(self._alert(excess, worker, may_drop=may_drop, is_lost=is_lost))
+                    alert, learnt = self._alert(excess, worker, may_drop=may_drop, is_lost=is_lost)
+                    raised.append(alert)
+                    ends_all |= learnt.ends_all
                 elif (spell := self._judge.over) is not None:
                     self._recover(metric, judged[metric], detector.expected, spell, worker)
-        if self._is_to_end:  # now that all of this step has been judged
-            self._is_to_end = False
-            self.let_go()
-            self._judge.end_all()
+        if ends_all:  # now that all of this step has been judged
+            self._end_all()
         return tuple(raised)
+
+    def _end_all(self) -> None:
+        self.let_go()
+        self._judge.end_all()
 
     def count(self, *, is_used: bool, is_finite: bool = True) -> None:
         """Count a step's gradient, used or dropped; where none passes for long, see that one does."""
@@ -138,17 +142,22 @@ class Course:
         self._num_dropped_in_a_row += 1
         if self._num_dropped_in_a_row == LONG:
             log.warn(
-                f"step {self._step}: no gradient has passed for {LONG} steps, and the model learns nothing: "
-                f"each was dropped by what is in effect ({counted(self.in_effect)}). {self._words_of_long()}"
+                f"step {self._step}: no gradient has passed for {LONG} steps, of which the model learns "
+                f"nothing: each was dropped by what is in effect ({counted(self.in_effect)}). "
+                f"{self._words_of_long()}"
             )
         elif self._num_dropped_in_a_row < 2 * LONG or self._is_broken():  # of which no level is to be learnt
             return
         elif metrics := self._judge.take_level():
+            ends_all = self._is_slowed()  # which had nothing to slow, and would from now on
+            also = " what is in effect is let go of," if ends_all else ""
             log.warn(
                 f"step {self._step}: no gradient has passed for {self._num_dropped_in_a_row} steps: what "
-                f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew, and gradients "
-                f"are used meanwhile"
+                f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew,{also} and "
+                f"gradients are used meanwhile"
             )
+            if ends_all:
+                self._end_all()
 
     def _words_of_long(self) -> str:
         """Say what helps where no gradient has passed for long."""
@@ -264,8 +273,9 @@ class Course:
 
     def _alert(
         self, excess: Excess, worker: str | None, *, may_drop: bool, is_lost: Callable[[], bool]
-    ) -> Alert:
+    ) -> "tuple[Alert, _Learnt]":
         """Act on a value that is out of range, if it is time to, and make the alert."""
+        learnt = _Learnt()
         ours = self._left_out(worker)
         place, rung, back, told = None, None, None, ""
         if excess.is_first:
@@ -281,7 +291,8 @@ class Course:
         if self._do(rung, worker, place, back):
             told = ""
         elif excess.is_first:
-            told += self._learn_level(excess) or self._told_in_vain()
+            learnt = self._learn_level(excess)
+            told += learnt.told or self._told_in_vain()
         effect, result, has_acted = self._done(rung, ours, place, back)
         action, is_done = effect.name, effect.taken.is_done
         # Nobody waits now, as "in effect" would say.
@@ -312,7 +323,7 @@ class Course:
             log.warn(str(alert))
         else:
             log.debug("%s", alert)
-        return alert
+        return alert, learnt
 
     def _recover(
         self, metric: str, value: float, expected: tuple[float, float], spell: Spell, worker: str | None
@@ -376,7 +387,8 @@ class Course:
             return False
         self.is_lost = False  # it is finite, as far as is known
         self._has_passed = not self._is_counted
-        self._judge.went_back(max(went[-1].held or (), default=None))
+        places = [place for place in went[-1].held or () if isinstance(place, int)]  # as they were told
+        self._judge.went_back(max(places, default=None))
         return True
 
     def _done(
@@ -403,28 +415,30 @@ class Course:
         is_stuck = self._judge.is_stuck and self.keeps_out_non_finite
         return self.is_lost or (is_stuck and self._has_passed)
 
-    def _learn_level(self, excess: Excess) -> str:
+    def _learn_level(self, excess: Excess) -> "_Learnt":
         """Learn a level anew where no remedy is for it, or all were taken and one slows the run; say so."""
         num = self._judge.num_in_vain
-        is_for_long = self._is_slowed() and num >= LONG and not self._judge.is_given_patience
+        is_for_long = self._is_slowed() and num >= LONG and self._judge.has_waited
         if not excess.is_finite or self._is_broken() or not (self._judge.is_of_data or is_for_long):
-            return ""
-        if not self._judge.is_of_data and self._judge.gives_time(excess.metric):
-            return ""
-        metrics = self._judge.take_level(also=self._judge.in_alert)
+            return _Learnt()
+        if not self._judge.is_of_data and self._judge.await_fall(excess.metric):
+            return _Learnt()
         # Else it may be the remedy that keeps the loss in its range, or lets it come back.
-        is_loss = excess.metric == "loss" or "loss" not in self._judge.detectors
-        self._is_to_end = self._judge.is_of_data or (is_loss and "rollback" not in self._settings.names)
-        when = "" if self._is_to_end else " in its time"
+        is_of_loss = self._judge.is_of_loss or "loss" not in self._judge.detectors
+        has_led_back = self._judge.has_led_back and any(effect.taken.goes_back for effect in self._in_effect)
+        ends_all = self._judge.is_of_data or (is_of_loss and not has_led_back)
+        metrics = self._judge.take_level(also=self._judge.in_alert)
+        when = "" if ends_all else " in its time"
         why = (
             "no loss was in the range on all that it went back to, so that it is the data and not the model"
             if self._judge.is_of_data
             else f"{num} more steps have had an alert in spite of all that there is"
         )
-        return (
+        told = (
             f"; {why}: what {' and '.join(metrics)} is now is taken for usual, its range is learnt anew, and "
             f"what is in effect is let go of{when}"
         )
+        return _Learnt(told, ends_all)
 
     def _is_slowed(self) -> bool:
         """Tell whether something in effect lets the run learn less for as long as it is."""
@@ -594,6 +608,13 @@ class Course:
             log.info("%s", release)
         else:
             log.warn(str(release))
+
+
+class _Learnt(NamedTuple):
+    """What there is to say of a level that is learnt anew, and whether all in effect is let go of at once."""
+
+    told: str = ""
+    ends_all: bool = False
 
 
 class _InEffect(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.monitor.attempts import Attempts
 from offbeat.monitor.band import Band, is_usable
-from offbeat.monitor.detector import Detector, Metric
+from offbeat.monitor.detector import RECENT, Detector, Metric
 from offbeat.monitor.hold import Hold
 from offbeat.monitor.ladder import (
     Ladder,
@@ -21,11 +21,11 @@ from offbeat.monitor.ladder import (
     ended,
     has_gone_back,
     has_more,
+    has_waited,
+    is_all_taken,
     is_exhausted,
-    is_given_patience,
     may_go_back,
     noted,
-    num_in_vain,
     until_again,
 )
 from offbeat.monitor.onset import Onset
@@ -86,7 +86,8 @@ class _Step:
     had_value_in_range: bool = False
     had_value: bool = False
     had_unusable: bool = False  # something that is not finite
-    was_low: bool = False  # the loss was no higher than before it was held
+    had_loss_in_range: bool = False
+    was_low: bool = False  # the loss was no higher than the ceiling, where there is one
 
 
 class Judge:
@@ -118,6 +119,7 @@ class Judge:
         self._hold = Hold(ladder)
         self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
+        self._num_in_vain = 0  # alerts that are finite, since all was taken or a level was asked for
         self._is_of_data = False
         self._step = 0
         self._worker: str | None = None
@@ -140,7 +142,7 @@ class Judge:
             return None
         if "loss" not in self.detectors:
             self._attempts = self._attempts.after_range()
-        if not self.standing.taken:
+        if last.had_loss_in_range and not self.standing.taken:
             self._hold.see_calm_step(worker)
         self._quiet[worker] += 1
         if self._quiet[worker] <= self.standing.quiet:
@@ -175,6 +177,7 @@ class Judge:
                 self._over = self._spells.pop(key)
         if metric == "loss":
             step.was_low = detector.ceiling is not None and value <= detector.ceiling
+            step.had_loss_in_range |= verdict == "quiet"
             if verdict in ("quiet", "warm_up"):
                 self._attempts = self._attempts.after_range()
         if verdict != "alert":
@@ -216,6 +219,11 @@ class Judge:
         return self._attempts.is_to_stay(self._ladder.most_back)
 
     @property
+    def has_led_back(self) -> bool:
+        """Whether a loss was in its range since it was gone back."""
+        return self._attempts.num > 0 and self._attempts.is_well
+
+    @property
     def is_of_data(self) -> bool:
         """Whether the alert that was climbed for last is of what is measured, and not of the model.
 
@@ -246,14 +254,17 @@ class Judge:
         return is_exhausted(self.standing, self._ladder)
 
     @property
-    def is_given_patience(self) -> bool:
-        """Whether the newest remedy has patience still."""
-        return is_given_patience(self.standing, self._ladder)
+    def has_waited(self) -> bool:
+        """Whether all was taken as often as it may be, and the newest has had its patience."""
+        return has_waited(self.standing, self._ladder)
 
     @property
     def num_in_vain(self) -> int:
-        """How many steps had an alert since all was taken as often as it may be."""
-        return num_in_vain(self.standing, self._ladder)
+        """How many steps had an alert that is finite since all was taken as often as it may be.
+
+        A level that is learnt, or that has come down, begins anew.
+        """
+        return self._num_in_vain
 
     @property
     def is_to_go_back(self) -> bool:
@@ -315,19 +326,28 @@ class Judge:
             is_falling=metric is not None and self._has_fallen(metric, LEAST_FALL),
         )
         now = self.standing
-        if now.strikes == 0:  # patience begins anew
-            self._levels = {metric: detector.level for metric, detector in self.detectors.items()}
+        is_known_again = not self._levels and now.strikes >= RECENT  # of what was gone back to
+        if now.strikes == 0 or is_known_again:  # patience begins anew
+            self._note_levels()
+        self._num_in_vain += metric is not None
+        if now.strikes == 0 or not is_all_taken(now, self._ladder):
+            self._num_in_vain = 0
         self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
-        self._is_of_data = metric == "loss" and is_astray and is_over
+        self._is_of_data = self.is_of_loss and is_astray and is_over
         return rung
 
+    def _note_levels(self) -> None:
+        self._levels = {metric: detector.level for metric, detector in self.detectors.items()}
+
     def _has_fallen(self, metric: Metric, share: float) -> bool:
-        before = self._levels.get(metric, math.nan)
-        return self.detectors[metric].level < before - share * abs(before)
+        """Tell whether the loss has since patience began, if it is in alert; if not, another metric."""
+        told: Metric = "loss" if self.is_of_loss else metric
+        before = self._levels.get(told, math.nan)
+        return self.detectors[told].level < before - share * abs(before)
 
     def wait(self) -> None:
         """Take an alert into account for which there is nothing more to do: nothing is let go of."""
@@ -335,27 +355,35 @@ class Judge:
         self._is_of_data = False
         self.standing = noted(self.standing)
 
-    def gives_time(self, metric: Metric) -> bool:
-        """Tell whether a metric has come down since that was asked, or all was taken; if so, begin anew."""
+    def await_fall(self, metric: Metric) -> bool:
+        """Begin anew to count alerts in vain where what is out of range has come down since; tell whether."""
         if not self._has_fallen(metric, FALL_OF_LONG):
             return False
-        self._levels[metric] = self.detectors[metric].level
-        self.standing = replace(self.standing, strikes=0)
-        self._strikes.clear()
+        self._note_levels()
+        self._num_in_vain = 0
         return True
 
     @property
     def in_alert(self) -> set[Metric]:
-        """Those metrics whose alerts are not over, and that may have another range."""
-        return {metric for metric, _ in self._spells} - {"non_finite"}
+        """Those metrics of this step's worker whose alerts are not over, and that may have another range."""
+        return {metric for metric, worker in self._spells if worker == self._worker} - {"non_finite"}
+
+    @property
+    def is_of_loss(self) -> bool:
+        """Whether the loss is among them: then it is what tells, whichever of them is judged first."""
+        return "loss" in self.in_alert
 
     def take_level(self, also: Collection[Metric] = ()) -> list[Metric]:
-        """Learn the range anew of each metric whose last values are above it, and of some; give which."""
+        """Learn the range anew of each metric whose last values are above it, and of some; give which.
+
+        Patience begins anew. Alerts are over once some values are in the new range.
+        """
         above = [name for name, detector in self.detectors.items() if detector.is_above or name in also]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
             self._hold.forget_alerts()
-        self._spells = {key: spell for key, spell in self._spells.items() if key[0] not in above}
+        self._levels.clear()
+        self._num_in_vain = 0
         self.standing = replace(self.standing, strikes=0)
         self._strikes.clear()
         return above
@@ -366,6 +394,7 @@ class Judge:
         self._quiet.clear()
         self._hold.await_return()
         self._levels.clear()
+        self._num_in_vain = 0
         self._attempts = Attempts()
         self.standing = ended(self.standing)
 
@@ -389,6 +418,7 @@ class Judge:
             "hold": self._hold.state(),
             "attempts": asdict(self._attempts),
             "levels": dict(self._levels),
+            "num_in_vain": self._num_in_vain,
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -413,6 +443,7 @@ class Judge:
         self._unusable = set(state.get("unusable", ()))  # likewise
         self._hold.load(state.get("hold", {}))  # likewise
         self._levels = dict(state.get("levels", {}))  # likewise
+        self._num_in_vain = int(state.get("num_in_vain", 0))  # likewise
         attempts = state.get("attempts", {})  # likewise
         self._attempts = Attempts(**{**attempts, "places": tuple(attempts.get("places", ()))})
 

@@ -14,11 +14,11 @@ __all__ = [
     "ended",
     "has_gone_back",
     "has_more",
+    "has_waited",
+    "is_all_taken",
     "is_exhausted",
-    "is_given_patience",
     "may_go_back",
     "noted",
-    "num_in_vain",
     "until_again",
 ]
 
@@ -30,15 +30,15 @@ MOST_DOUBLINGS = 6
 class Growth:
     """How the patience with a rung grows that is taken again: twice as much each time.
 
-    It is also given anew, as much again, where values have fallen meanwhile.
-
     Attributes:
         after: How often it is taken with the same patience.
         most: How many times the patience at most; None: as many as it comes to.
+        is_renewed: It is given anew, as much again, where values have fallen meanwhile.
     """
 
     after: int = 0
     most: int | None = None
+    is_renewed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,8 @@ def after_alert(
         return waiting, None
     rung = standing.taken[-1] if is_elsewhere else _next(standing.taken, ladder)
     is_patient = bool(standing.taken) and _num_patient(standing.taken, ladder) is not None
-    if rung is not None and is_patient and is_falling and not (is_elsewhere or is_urgent or goes_back):
+    is_renewed = is_falling and is_patient and ladder.growth is not None and ladder.growth.is_renewed
+    if rung is not None and is_renewed and not (is_elsewhere or is_urgent or goes_back):
         return replace(waiting, strikes=0), None
     if rung is None or (is_in_vain and not has_more(standing.taken, ladder)):
         return waiting, None
@@ -165,19 +166,22 @@ def has_gone_back(standing: Standing, ladder: Ladder) -> bool:
 def is_exhausted(standing: Standing, ladder: Ladder) -> bool:
     """Tell whether alerts persist although all was taken as often as it may be, and more than once."""
     does_more = has_gone_back(standing, ladder) or ladder.repeats > 1
-    is_over = num_in_vain(standing, ladder) > 0 and not is_given_patience(standing, ladder)
-    return does_more and is_over
+    return does_more and has_waited(standing, ladder)
 
 
-def is_given_patience(standing: Standing, ladder: Ladder) -> bool:
-    """Tell whether the newest rung has patience still."""
-    return bool(standing.taken) and standing.strikes < _patience(standing.taken, ladder)
+def is_all_taken(standing: Standing, ladder: Ladder) -> bool:
+    """Tell whether each rung was taken as often as it may be."""
+    return bool(standing.taken) and _next(standing.taken, ladder) is None
 
 
-def num_in_vain(standing: Standing, ladder: Ladder) -> int:
-    """Tell how many steps had an alert since all was taken as often as it may be."""
-    is_over = bool(standing.taken) and _next(standing.taken, ladder) is None
-    return standing.strikes if is_over else 0
+def has_waited(standing: Standing, ladder: Ladder) -> bool:
+    """Tell whether all was taken, and the newest has had its patience.
+
+    Where patience has no end, the last has as much as any other rung: nothing is to come after it.
+    """
+    has_end = ladder.growth is not None and ladder.growth.most is not None
+    patience = _patience(standing.taken, ladder) if standing.taken and has_end else ladder.patience
+    return is_all_taken(standing, ladder) and standing.strikes >= patience
 
 
 def noted(standing: Standing) -> Standing:

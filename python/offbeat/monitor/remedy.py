@@ -15,7 +15,7 @@ Find = Callable[[], Sequence[object]]
 MOST_REPEATS = 10
 """Of a remedy that does more each time: ten times half is a thousandth."""
 
-MILDLY = Growth(after=3, most=8)
+MILDLY = Growth(after=3, most=8, is_renewed=True)
 """Of such a one: it is cut to an eighth quickly, as a run that diverges has no time. By then it is either the
 wrong remedy, or one that takes time to show. Fashion-MNIST whose pictures or labels change for good ended at
 15 to 71 % where each five steps cut the rate, and ends at 66 to 84 % (84 % without a monitor); runs at 30 or

@@ -168,6 +168,7 @@ def _with_inner(given: torch.optim.Optimizer | LRScheduler | None) -> list[Any]:
             left += one.values()
         elif isinstance(one, LRScheduler):
             lambdas = getattr(one, "lr_lambdas", ())  # of which torch loads what is no function
+            lambdas = lambdas if isinstance(lambdas, list | tuple) else ()
             found += [one, *(each for each in lambdas if not inspect.isroutine(each))]
             left += (value for name, value in vars(one).items() if name != "optimizer")
         elif isinstance(one, torch.optim.Optimizer):

@@ -706,61 +706,6 @@ def test_where_parameters_are_not_finite_no_rate_is_cut_once_more_and_that_is_sa
         assert factor_of(live) < factor
 
 
-def test_a_level_that_stays_after_all_cuts_of_the_rate_is_taken_for_usual():
-    live, told = torch.optim.SGD(net().parameters(), lr=1.0), []
-    given = {"patience": 2, "warm_up": 10, "quiet_steps": 20, "acts_on": live, "callbacks": told.append}
-    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", **given)
-    rates = []
-    for step in range(600):
-        monitor.observe(step, loss=9.0 if step >= 10 else 1.0)
-        rates.append(factor_of(live))
-    all_taken = rates.index(0.5**10)
-    (in_vain,) = (alert for alert in told if "in vain" in alert.result)
-    assert in_vain.step == all_taken + 2 * 8
-    words = "where such values are right from now on, monitor.reset() learns them, as is done after 100 steps"
-    assert words in in_vain.result
-    assert "lower learning rate" not in in_vain.result
-    (learnt,) = (alert for alert in told if "is taken for usual" in alert.result)
-    assert learnt.step == all_taken + 100
-    assert "100 more steps have had an alert in spite of all that there is" in learnt.result
-    assert set(rates[: all_taken + 100]) == {0.5**n for n in range(11)}
-    assert set(rates[all_taken + 100 :]) == {1.0}
-    assert monitor.in_effect == ()
-    assert monitor.observe(600, loss=9.0) == ()
-    (alert,) = monitor.observe(601, loss=90.0)
-    assert (alert.num, alert.action) == (1, "reduce_lr")
-
-
-def test_a_level_that_comes_down_after_all_cuts_of_the_rate_is_given_time():
-    """By as little as a hundredth of the rate makes it, and not what is usual meanwhile."""
-    live, told = torch.optim.SGD(net().parameters(), lr=1.0), []
-    given = {"patience": 5, "warm_up": 10, "quiet_steps": 20, "acts_on": live, "callbacks": told.append}
-    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", **given)
-    loss = 1.0
-    for step in range(1500):
-        loss = min(loss * 1.05, 8.0) if factor_of(live) > 0.002 else max(loss * 0.997, 1.0)
-        monitor.observe(step, loss=1.0 if step < 20 else loss)
-    assert not any("is taken for usual" in alert.result for alert in told)
-    assert loss < 2.0
-
-
-def test_of_two_metrics_in_a_step_one_is_learnt_anew_and_the_other_begins_nothing_in_it():
-    live = torch.optim.SGD(net().parameters(), lr=1.0)
-    given = {"patience": 1, "warm_up": 10, "quiet_steps": 20, "acts_on": live}
-    metrics, ladder = ["loss", "gradient_norm"], ["alert", "reduce_lr"]
-    monitor = AsyncTrainingMonitor(None, metrics, remediation_strategy=ladder, **given)
-    in_effect = []
-    for step in range(300):
-        value = 9.0 if step >= 40 else 1.0
-        monitor.observe(step, loss=value, gradient_norm=value)
-        in_effect.append(monitor.in_effect)
-    first = next(step for step in range(41, 300) if in_effect[step] == ())
-    (learnt,) = (alert for alert in monitor.report().alerts if "taken for usual" in alert.result)
-    assert learnt.step == first
-    assert "what loss and gradient_norm is now is taken for usual" in learnt.result
-    assert set(in_effect[first:]) == {()}
-
-
 class RollsBack:
     def rollback(self, version=None):
         return "somewhere"

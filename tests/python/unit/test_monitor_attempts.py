@@ -28,22 +28,22 @@ def after(heard):
 
 
 def gone_to(heard):
-    """Where it was gone to since the last that ends the count: what was unusable, or in range before one."""
+    """Where it was gone to since the first time after a loss was in its range."""
     gone, was_in_range = [], False
     for one in heard:
         if one == "in range":
             was_in_range = True
-        elif one == "unusable":
-            gone = []
-        else:
+        elif one != "unusable":
             gone = [*([] if was_in_range else gone), one]
             was_in_range = False
     return gone
 
 
 def places_of(heard):
-    """Those of them that are known and older than all before."""
-    known = [place for place in gone_to(heard) if place is not None]
+    """Those of them that are known and older than all before, since something was unusable."""
+    since = heard[max((n + 1 for n, one in enumerate(heard) if one == "unusable"), default=0) :]
+    num = sum(one not in ("in range", "unusable") for one in since)
+    known = [place for place in gone_to(heard)[-num:] if num and place is not None]
     return tuple(dict.fromkeys(accumulate(known, min)))
 
 

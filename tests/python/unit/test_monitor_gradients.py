@@ -295,7 +295,7 @@ def test_where_no_gradient_passes_for_long_that_is_told_and_the_new_level_become
     assert [step for step, has_moved in enumerate(moved) if not has_moved] == [*range(10, 210), 390]
     said = [r.getMessage() for r in caplog.records if "no gradient has passed" in r.getMessage()]
     assert len(said) == 2
-    assert "step 109: no gradient has passed for 100 steps, and the model learns nothing" in said[0]
+    assert "step 109: no gradient has passed for 100 steps, of which the model learns nothing" in said[0]
     assert "dropped by what is in effect (reject)" in said[0]
     assert "step 209: no gradient has passed for 200 steps: what loss is now is taken for usual" in said[1]
 

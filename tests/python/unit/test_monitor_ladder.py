@@ -165,9 +165,9 @@ def test_what_is_let_go_of_lets_it_go_back_as_often_again():
 
 
 def test_what_was_taken_often_is_given_twice_the_time_and_more_while_values_fall():
-    ladder = Ladder(num_rungs=1, patience=3, quiet_steps=100, repeats=9, growth=Growth(after=3, most=8))
-
-    def when(is_falling=lambda step: False, num_steps=400):
+    def when(is_falling=lambda step: False, num_steps=400, *, is_renewed=True):
+        growth = Growth(after=3, most=8, is_renewed=is_renewed)
+        ladder = Ladder(num_rungs=1, patience=3, quiet_steps=100, repeats=9, growth=growth)
         standing, taken = Standing(), []
         for step in range(num_steps):
             standing, rung = after_alert(standing, ladder, is_falling=is_falling(step))
@@ -178,6 +178,7 @@ def test_what_was_taken_often_is_given_twice_the_time_and_more_while_values_fall
     # Until it was taken three times nobody asks; then it is given as much again until it falls no more.
     assert when(lambda step: True) == [0, 3, 6]
     assert when(lambda step: step < 30)[:5] == [0, 3, 6, 30, 36]
+    assert when(lambda step: True, is_renewed=False) == when()
 
 
 def test_what_changes_how_training_goes_on_is_taken_with_going_back_once_more_where_all_is_finite():
@@ -309,6 +310,21 @@ def test_a_ceiling_under_which_the_loss_stays_is_let_go_of_where_nothing_was_in_
     assert again.detectors["loss"].ceiling is None
 
 
+def test_a_ceiling_is_let_go_of_by_losses_and_not_by_steps_without_one():
+    made = warmed(metrics=("loss", "gradient_norm"))
+    edge = made.detectors["loss"].high
+    feed(made, 200, 5.0)
+    num_losses = 0
+    for step in range(201, 10**6):
+        if made.detectors["loss"].ceiling is None:
+            break
+        made.begin(step)
+        made.see("gradient_norm", 1.0)
+        if step % 20 == 0 and made.see("loss", 1.2 * edge) is None:
+            num_losses += not made.standing.taken
+    assert 10 * 50 <= num_losses <= 10 * 50 + 20, "those that move the range are in it a little later"
+
+
 def test_a_loss_that_is_not_finite_says_nothing_of_one_that_rises():
     made = warmed()
     assert feed(made, 200, math.nan)[0] is not None
@@ -368,10 +384,10 @@ def test_of_what_no_loss_is_in_the_range_it_is_gone_back_from_thrice_and_in_the_
         assert made.take_level() == ["loss"]
         made.end_all()
         assert made.standing.taken == ()
-        for step in range(30, 40):
-            assert feed(made, step, 99.0)[0] is None
         made.went_back()
         assert not made.is_to_stay, "it counts anew"
+        for step in range(30, 40):
+            assert feed(made, step, 99.0)[0] is None
 
 
 @pytest.mark.parametrize("places", [[40, 40, 40], [40, 50, 60], [40, 30, 30], [None, None, None]])

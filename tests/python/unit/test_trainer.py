@@ -763,6 +763,28 @@ def test_a_failure_undoes_what_was_loaded_into_the_function_of_a_scheduler_too()
     assert function.by == 0.5
 
 
+@pytest.mark.parametrize("lambdas", [None, Factor(0.5)])
+def test_a_scheduler_whose_lambdas_are_no_list_is_undone_too(lambdas):
+    class Own(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer):
+            self.lr_lambdas = lambdas
+            super().__init__(optimizer)
+
+        def get_lr(self):
+            return [group["lr"] for group in self.optimizer.param_groups]
+
+    scheduler = Own(torch.optim.SGD(plain().parameters(), lr=0.1))
+
+    def fail():
+        with as_it_was_after_failure(scheduler):
+            scheduler.last_epoch = 7
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert scheduler.last_epoch == 0
+
+
 class Two(torch.optim.Optimizer):
     """Several as one, whose groups are a tuple, around what cannot be copied and what cannot be read."""
 

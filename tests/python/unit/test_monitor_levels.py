@@ -1,0 +1,378 @@
+"""When a level that is out of its range is taken for usual, and what is done while it is not."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from offbeat import AsyncTrainingMonitor
+from offbeat.local.lr_scale import factor_of
+from support.small_net import net
+
+
+class Steps:
+    """Keeps a checkpoint of each tenth step, of some at most, and knows to which it went back."""
+
+    def __init__(self, newest=10**9):
+        self.began_step, self.newest, self.went = 0, newest, []
+
+    def checkpoint_steps(self):
+        newest = min(self.began_step // 10 * 10, self.newest)
+        return [step for step in range(newest, newest - 300, -10) if step > 0]
+
+    def rollback(self, step=None):
+        self.went.append(step)
+        return step
+
+
+def watched(metrics=("loss",), *, ladder="reduce_lr", thing=None, **keywords):
+    """Make a monitor of a rate, and, before it on the ladder, of something that goes back."""
+    live = torch.optim.SGD(net().parameters(), lr=1.0)
+    acts_on = [live, thing] if thing is not None else live
+    given = {"patience": 2, "warm_up": 10, "quiet_steps": 1000, **keywords}
+    return AsyncTrainingMonitor(
+        None, list(metrics), remediation_strategy=ladder, acts_on=acts_on, **given
+    ), live
+
+
+def learnt(monitor):
+    """Give the alerts that say so."""
+    return [alert for alert in monitor.report().alerts if "is taken for usual" in alert.result]
+
+
+# ------------------------------------------------------------------------------------ a rate that was cut
+
+
+def test_a_level_that_stays_after_all_cuts_of_the_rate_is_taken_for_usual():
+    live, told = torch.optim.SGD(net().parameters(), lr=1.0), []
+    given = {"patience": 2, "warm_up": 10, "quiet_steps": 20, "acts_on": live, "callbacks": told.append}
+    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", **given)
+    rates = []
+    for step in range(600):
+        monitor.observe(step, loss=9.0 if step >= 10 else 1.0)
+        rates.append(factor_of(live))
+    all_taken = rates.index(0.5**10)
+    (in_vain,) = (alert for alert in told if "in vain" in alert.result)
+    assert in_vain.step == all_taken + 2 * 8
+    words = "where such values are right from now on, monitor.reset() learns them, as is done after 100 steps"
+    assert words in in_vain.result
+    assert "lower learning rate" not in in_vain.result
+    (learnt,) = (alert for alert in told if "is taken for usual" in alert.result)
+    assert learnt.step == all_taken + 100
+    assert "100 more steps have had an alert in spite of all that there is" in learnt.result
+    assert set(rates[: all_taken + 100]) == {0.5**n for n in range(11)}
+    assert set(rates[all_taken + 100 :]) == {1.0}
+    assert monitor.in_effect == ()
+    assert monitor.observe(600, loss=9.0) == ()
+    (alert,) = monitor.observe(601, loss=90.0)
+    assert (alert.num, alert.action) == (1, "reduce_lr")
+
+
+@pytest.mark.parametrize(("patience", "after"), [(5, 100), (12, 100), (20, 160)])
+def test_a_level_is_learnt_after_100_alerts_and_no_sooner_than_the_last_cut_has_had_its_time(patience, after):
+    monitor, live = watched(patience=patience)
+    rates = []
+    for step in range(30 + 60 * patience + after):
+        monitor.observe(step, loss=9.0 if step >= 20 else 1.0)
+        rates.append(factor_of(live))
+    (alert,) = learnt(monitor)
+    assert alert.step == rates.index(0.5**10) + after
+
+
+@pytest.mark.parametrize("by", [0.99, 1.0])
+def test_a_rate_is_cut_no_further_while_the_loss_falls(by):
+    monitor, live = watched(patience=5)
+    loss, rates = 9.0, []
+    for step in range(200):
+        loss *= by if factor_of(live) <= 0.5**4 else 1.0
+        monitor.observe(step, loss=loss if step >= 20 else 1.0)
+        rates.append(factor_of(live))
+    assert (min(rates) == 0.5**4) == (by < 1.0)
+
+
+@pytest.mark.parametrize("how", ["comes down", "stays"])
+def test_a_level_that_comes_down_after_all_cuts_of_the_rate_is_given_time(how):
+    """By as little as a thousandth of the rate makes it, and not what is usual meanwhile."""
+    live, told = torch.optim.SGD(net().parameters(), lr=1.0), []
+    given = {"patience": 5, "warm_up": 10, "quiet_steps": 2000, "acts_on": live, "callbacks": told.append}
+    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", **given)
+    loss, rates = 1.0, []
+    for step in range(1500):
+        is_cut = factor_of(live) == 0.5**10
+        by = {"comes down": 0.997, "stays": 0.9995}[how] if is_cut else 1.05
+        loss = min(max(loss * by, 1.0), 8.0)
+        monitor.observe(step, loss=1.0 if step < 20 else loss)
+        rates.append(factor_of(live))
+    assert min(rates) == 0.5**10, "all was taken"
+    assert bool(learnt(monitor)) == (how == "stays")
+    assert (rates[-1] == 0.5**10) == (how == "comes down")
+    in_vain = [alert for alert in told if "in vain" in alert.result]
+    assert len(in_vain) == 1 or how == "stays", "however often it is given time"
+
+
+def behind_a_rollback(loss_after, num_steps=400):
+    """Observe losses from step 30 on, each by how long ago it was gone back, and the one before.
+
+    There are two checkpoints, and so nothing says of three that it is the data.
+    """
+    thing = Steps(newest=20)
+    monitor, live = watched(ladder=["rollback", "reduce_lr"], thing=thing)
+    rates, loss, went_at = [], 1.0, 30
+    for step in range(30):
+        thing.began_step = step
+        monitor.observe(step, loss=loss)
+    for step in range(30, 30 + num_steps):
+        thing.began_step, num_went = step, len(thing.went)
+        loss = loss_after(step - went_at, loss)
+        monitor.observe(step, loss=loss)
+        went_at = step if len(thing.went) > num_went else went_at
+        rates.append(factor_of(live))
+    assert thing.went[0] == 20
+    assert set(thing.went) <= {10, 20}
+    all_taken = rates.index(0.5**10)
+    return monitor, rates, [alert.step - 30 - all_taken for alert in learnt(monitor)]
+
+
+def test_behind_a_rollback_too_a_level_that_comes_down_is_given_time():
+    _, rates, found = behind_a_rollback(
+        lambda since, loss: max(loss * 0.995, 5.0) if since > 2 else 50.0, 1000
+    )
+    assert found[0] % 100 == 0
+    assert found[0] >= 400, "it falls to 5 in 460 steps"
+    assert rates[-1] == 1.0
+
+
+def test_behind_a_rollback_a_level_that_stays_is_learnt_and_the_rate_is_whole_at_once():
+    _, rates, found = behind_a_rollback(lambda since, loss: 50.0)
+    assert found == [100]
+    assert set(rates[-200:]) == {1.0}
+
+
+def test_what_comes_down_by_going_back_alone_is_no_level_that_comes_down():
+    _, _, found = behind_a_rollback(lambda since, loss: 50.0 if since == 2 else 33.0)
+    assert found == [100]
+
+
+def test_where_a_loss_was_in_its_range_since_it_was_gone_back_what_is_in_effect_is_let_go_of_in_its_time():
+    """Then it may be what keeps it there."""
+    monitor, rates, found = behind_a_rollback(lambda since, loss: 1.0 if since == 1 else 50.0)
+    assert found == [101]  # of which one was in the range
+    assert "in its time" in learnt(monitor)[0].result
+    assert set(rates[-200:]) == {0.5**10}
+
+
+def test_alerts_of_what_is_not_finite_say_nothing_of_a_level():
+    monitor, live = watched()
+    for step in range(400):
+        monitor.observe(step, loss=1.0 if step < 60 else math.nan)
+    assert factor_of(live) == 0.5**10
+    for step in range(400, 499):
+        (alert,) = monitor.observe(step, loss=9.0)
+        assert "usual" not in alert.result or "in vain" in alert.result
+    assert factor_of(live) == 0.5**10
+    monitor.observe(499, loss=9.0)
+    assert factor_of(live) == 1.0
+
+
+# ------------------------------------------------------------------------------------- several metrics
+
+
+def test_of_two_metrics_in_a_step_one_is_learnt_anew_and_the_other_begins_nothing_in_it():
+    live = torch.optim.SGD(net().parameters(), lr=1.0)
+    given = {"patience": 1, "warm_up": 10, "quiet_steps": 20, "acts_on": live}
+    metrics, ladder = ["loss", "gradient_norm"], ["alert", "reduce_lr"]
+    monitor = AsyncTrainingMonitor(None, metrics, remediation_strategy=ladder, **given)
+    in_effect = []
+    for step in range(300):
+        value = 9.0 if step >= 40 else 1.0
+        monitor.observe(step, loss=value, gradient_norm=value)
+        in_effect.append(monitor.in_effect)
+    first = next(step for step in range(41, 300) if in_effect[step] == ())
+    (learnt,) = (alert for alert in monitor.report().alerts if "taken for usual" in alert.result)
+    assert learnt.step == first
+    assert "what loss and gradient_norm is now is taken for usual" in learnt.result
+    assert set(in_effect[first:]) == {()}
+
+
+@pytest.mark.parametrize("ladder", ["reduce_lr", ["rollback", "reduce_lr"]])
+@pytest.mark.parametrize("by", [1.0, 0.998])
+def test_which_metric_is_judged_first_decides_nothing(ladder, by):
+    ends = []
+    for metrics in (["loss", "gradient_norm"], ["gradient_norm", "loss"]):
+        thing = None if ladder == "reduce_lr" else Steps()
+        monitor, live = watched(metrics, ladder=ladder, thing=thing)
+        rates = []
+        for step in range(500):
+            value = 1.0 if step < 200 else 9.0
+            if thing is not None:
+                thing.began_step = step
+            monitor.observe(step, loss=value * by ** max(step - 200, 0), gradient_norm=value)
+            rates.append(factor_of(live))
+        assert (monitor.in_effect == ()) == (by == 1.0 or ladder != "reduce_lr")
+        ends.append((rates, thing and thing.went))
+    assert ends[0] == ends[1]
+
+
+def test_a_metric_that_was_out_of_range_for_a_worker_that_left_keeps_its_range():
+    monitor, _ = watched(["loss", "gradient_norm"])
+    for step in range(400):
+        if step <= 50:
+            monitor.observe(step, worker="leaves", loss=1.0, gradient_norm=9.0 if step == 50 else 1.0)
+        monitor.observe(step, worker="stays", loss=9.0 if step >= 60 else 1.0, gradient_norm=1.0)
+    (alert,) = learnt(monitor)
+    assert "what loss is now is taken for usual" in alert.result
+
+
+def test_a_metric_whose_last_values_were_mixed_is_learnt_with_the_loss():
+    """Else it would take all once more, for what began with what is usual by now."""
+    monitor, _ = watched(["loss", "gradient_norm"])
+    for step in range(400):
+        norm = 9.0 if step >= 60 and step % 4 == 0 else 1.0
+        monitor.observe(step, loss=9.0 if step >= 60 else 1.0, gradient_norm=norm)
+    (alert, *_) = learnt(monitor)
+    assert "what loss and gradient_norm is now is taken for usual" in alert.result
+
+
+# ------------------------------------------------------------------------------------- behind a rollback
+
+
+@pytest.mark.parametrize("every", [3, 5])
+def test_values_that_are_not_finite_lead_no_further_back_than_thrice_nor_say_that_it_is_the_data(every):
+    thing = Steps()
+    monitor, _ = watched(ladder=["rollback", "reduce_lr"], thing=thing)
+    for step in range(260):
+        thing.began_step = step
+        is_broken = step >= 200 and step % every == 0
+        monitor.observe(step, loss=1.0 if step < 200 else math.nan if is_broken else 9.0)
+    assert set(thing.went) == {190, 180, 170}
+    assert not any("it is the data" in alert.result for alert in monitor.report().alerts)
+
+
+def test_after_the_data_has_changed_another_change_is_gone_back_for_as_the_first_was():
+    thing = Steps()
+    monitor, live = watched(ladder=["rollback", "reduce_lr"], thing=thing, quiet_steps=50)
+    went = []
+    for step in range(600):
+        thing.began_step = step
+        before = len(thing.went)
+        monitor.observe(step, loss=1.0 if step < 200 else 9.0 if step < 400 else 90.0)
+        went += [(step // 200, place) for place in thing.went[before:]]
+    for part, newest in ((1, 190), (2, 390)):
+        places = [place for when, place in went if when == part]
+        assert places[:3] == [newest, newest - 10, newest - 20]
+        assert set(places) == set(places[:3])
+    assert [alert.step // 200 for alert in learnt(monitor)] == [1, 2]
+    assert factor_of(live) == 1.0
+
+
+class TellsNothing(Steps):
+    """Goes back, and does not say where to."""
+
+    def rollback(self, step=None):
+        super().rollback(step)
+
+
+def test_what_goes_back_and_does_not_say_where_to_costs_no_training():
+    things = [TellsNothing(), TellsNothing()]
+    monitor = AsyncTrainingMonitor(nn.Linear(2, 2), remediation_strategy="rollback", acts_on=things)
+    for step in range(100):
+        for thing in things:
+            thing.began_step = step
+        monitor.observe(step, loss=9.0 if step > 60 else 1.0)
+    assert all(thing.went for thing in things)
+    assert monitor.in_effect != ()
+
+
+# ------------------------------------------------------------------------------------------ other remedies
+
+
+def test_what_was_cut_while_no_gradient_passed_is_whole_again_when_one_does():
+    """It had nothing to slow, and would from now on."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ladder, given = ["reject", "reduce_lr"], {"warm_up": 10, "quiet_steps": 1000}
+    monitor = AsyncTrainingMonitor(model, remediation_strategy=ladder, acts_on=optimizer, **given)
+    rates, values = [], []
+    for step in range(400):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        monitor.observe(step, loss=9.0 if step >= 60 else 1.0)
+        optimizer.step()
+        rates.append(factor_of(optimizer))
+        values.append(model[0].bias.detach().clone())
+    assert rates[258] < 0.01
+    assert torch.equal(values[60], values[259])
+    assert set(rates[259:]) == {1.0}
+    assert monitor.in_effect == ()
+    assert not torch.equal(values[260], values[261])
+
+
+def test_the_end_of_alerts_by_a_level_that_was_learnt_is_told():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = AsyncTrainingMonitor(model, remediation_strategy="reject")
+    for step in range(700):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        monitor.observe(step, loss=9.0 if step >= 60 else 1.0)
+        optimizer.step()
+    report = monitor.report()
+    assert report.num_alerts == {"loss": 200}
+    (recovery,) = report.recoveries
+    assert (recovery.since, recovery.num_alerts) == (60, 200)
+
+
+def test_a_pause_is_taken_again_where_the_metric_falls_too_and_in_the_end_that_is_said():
+    monitor = AsyncTrainingMonitor(remediation_strategy="pause", pause_timeout_s=1e-6, patience=1, warm_up=10)
+    taken, in_vain = [], []
+    for step in range(1200):
+        alerts = monitor.observe(step, loss=1.0 if step < 60 else 90 * 0.998 ** (step - 60))
+        taken += [step - 60 for alert in alerts if alert.is_taken]
+        in_vain += [step - 60 for alert in alerts if "in vain" in alert.result]
+    assert taken == [2 * (2**n - 1) for n in range(10)]
+    assert in_vain == [taken[-1] + 1]
+
+
+# ---------------------------------------------------------------------------------- a rate that is warmed up
+
+
+def warmed_up(metrics, *, num_rising, **keywords):
+    """Train with a rate that rises for some steps; give what is said of that."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, num_rising)
+    monitor = AsyncTrainingMonitor(model, metrics, **keywords)
+    for step in range(100):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).square().sum()
+        loss.backward()
+        if "loss" in metrics:
+            monitor.observe(step, loss=loss)
+        optimizer.step()
+        scheduler.step()
+    monitor.close()
+
+
+def test_a_range_of_a_rate_that_still_rises_is_warned_of_once_and_what_to_do(caplog):
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        warmed_up(["loss", "gradient_norm"], num_rising=50)
+    (said,) = (record.message for record in caplog.records if "still rises" in record.message)
+    assert "from 0.04852 to 0.0505 in this step" in said
+    assert "range of gradient_norm is complete after 25" in said
+    assert "Give warm_up=" in said
+
+
+@pytest.mark.parametrize(
+    ("metrics", "given"),
+    [
+        (["loss", "gradient_norm"], {"num_rising": 20}),
+        (["loss", "gradient_norm"], {"num_rising": 50, "warm_up": 75}),
+        (["loss"], {"num_rising": 50}),
+    ],
+)
+def test_a_rate_that_has_risen_by_then_or_that_nothing_follows_is_not_warned_of(metrics, given, caplog):
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        warmed_up(metrics, **given)
+    assert not any("still rises" in record.message for record in caplog.records)
