@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offbeat import trained_by
+from offbeat import log, trained_by
 from offbeat.local import lr_scale
 from offbeat.local.finite import not_finite
 from offbeat.monitor.buffer_guard import BufferGuard
 from offbeat.monitor.gradients import Gradients
+from offbeat.monitor.rising_rate import RisingRate
 
 __all__ = ["Attachment"]
 
@@ -33,6 +34,7 @@ class Attachment:
 
     Attributes:
         gradients: The model's.
+        rates: Of the optimizers that step it.
         acts_on_updates: By what settings the monitor may change an update; empty where it may not.
         parts_members: Why its members would part where they share updates; empty where they would not.
         has_dropped: Whether it dropped those of the batch whose loss it heard last.
@@ -56,6 +58,7 @@ class Attachment:
         keep: Keep,
         bring: Bring,
         scaler: Any,  # noqa: ANN401  torch has several classes of them
+        rates: RisingRate,
         is_measured: bool,
         may_drop: bool,
     ) -> None:
@@ -72,6 +75,7 @@ class Attachment:
             keep: The monitor's method that gives its state.
             bring: The monitor's method that goes on from one.
             scaler: As `Gradients` takes it.
+            rates: What looks at those of each step.
             is_measured: Likewise.
             may_drop: Whether gradients may turn out not to be used.
         """
@@ -82,6 +86,7 @@ class Attachment:
         self._is_lost = weakref.WeakMethod(is_lost)
         self._keep, self._bring = weakref.WeakMethod(keep), weakref.WeakMethod(bring)
         self._is_judged = False
+        self.rates = rates
         self.gradients = Gradients(
             model,
             scaler,
@@ -204,6 +209,8 @@ class Attachment:
         return (args[0], judged, *args[2:]), kwargs
 
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+        if said := self.rates.see(optimizer):
+            log.warn(said)
         if self._is_judged:
             self._is_judged = False
         elif not self._is_used(optimizer):

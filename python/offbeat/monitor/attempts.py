@@ -10,7 +10,7 @@ class Attempts:
     """How often it was gone back, and where to.
 
     Attributes:
-        num: How often.
+        num: How often, since a loss was in its range before one.
         places: Those known steps or versions that it went to since something was not finite, each older than
             the one before.
         is_well: Whether a loss was in its range since the last; without one that is judged, a step.

@@ -4,6 +4,7 @@ import copy
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from offbeat import log, process
@@ -387,7 +388,7 @@ class Course:
             return False
         self.is_lost = False  # it is finite, as far as is known
         self._has_passed = not self._is_counted
-        places = [place for place in went[-1].held or () if isinstance(place, int)]  # as they were told
+        places = [int(place) for place in went[-1].held or () if isinstance(place, Integral)]  # if told
         self._judge.went_back(max(places, default=None))
         return True
 
@@ -424,9 +425,8 @@ class Course:
         if not self._judge.is_of_data and self._judge.await_fall(excess.metric):
             return _Learnt()
         # Else it may be the remedy that keeps the loss in its range, or lets it come back.
-        is_of_loss = self._judge.is_of_loss or "loss" not in self._judge.detectors
-        has_led_back = self._judge.has_led_back and any(effect.taken.goes_back for effect in self._in_effect)
-        ends_all = self._judge.is_of_data or (is_of_loss and not has_led_back)
+        is_of_loss = self._judge.does_loss_tell or "loss" not in self._judge.detectors
+        ends_all = self._judge.is_of_data or (is_of_loss and not self._judge.has_led_back)
         metrics = self._judge.take_level(also=self._judge.in_alert)
         when = "" if ends_all else " in its time"
         why = (

@@ -87,6 +87,8 @@ class _Step:
     had_value: bool = False
     had_unusable: bool = False  # something that is not finite
     had_loss_in_range: bool = False
+    is_loss_out: bool | None = None  # an alert that is finite; None: it was not measured
+    was_loss_out: bool = False  # likewise, in the step before
     was_low: bool = False  # the loss was no higher than the ceiling, where there is one
 
 
@@ -119,7 +121,9 @@ class Judge:
         self._hold = Hold(ladder)
         self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
-        self._num_in_vain = 0  # alerts that are finite, since all was taken or a level was asked for
+        self._num_in_vain = (
+            0  # alerts that are finite, since all was taken, a level was learnt or one has come down
+        )
         self._is_of_data = False
         self._step = 0
         self._worker: str | None = None
@@ -131,7 +135,7 @@ class Judge:
         last = self._steps.setdefault(worker, _Step(step))
         if step == last.number:
             return None
-        self._steps[worker] = _Step(step)
+        self._steps[worker] = _Step(step, was_loss_out=bool(last.is_loss_out))
         if last.had_value and not last.had_unusable:
             self._num_unusable = 0
             self._unusable.clear()
@@ -152,6 +156,7 @@ class Judge:
             self._quiet.clear()
         if released is not None:
             self._hold.await_return()
+            self._attempts = self._attempts if self.standing.taken else Attempts()
         return released
 
     def see(self, metric: Metric, value: float) -> Excess | None:
@@ -180,6 +185,8 @@ class Judge:
             step.had_loss_in_range |= verdict == "quiet"
             if verdict in ("quiet", "warm_up"):
                 self._attempts = self._attempts.after_range()
+            is_as_before = verdict == "raised" and step.was_loss_out
+            step.is_loss_out = is_as_before or (verdict == "alert" and is_usable(value))
         if verdict != "alert":
             return None
         if metric == "loss" and is_usable(value):
@@ -220,7 +227,7 @@ class Judge:
 
     @property
     def has_led_back(self) -> bool:
-        """Whether a loss was in its range since it was gone back."""
+        """Whether a loss was in its range since it was gone back, for what is in effect."""
         return self._attempts.num > 0 and self._attempts.is_well
 
     @property
@@ -337,15 +344,15 @@ class Judge:
             self._strikes.clear()
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
-        self._is_of_data = self.is_of_loss and is_astray and is_over
+        self._is_of_data = self.does_loss_tell and is_astray and is_over
         return rung
 
     def _note_levels(self) -> None:
         self._levels = {metric: detector.level for metric, detector in self.detectors.items()}
 
     def _has_fallen(self, metric: Metric, share: float) -> bool:
-        """Tell whether the loss has since patience began, if it is in alert; if not, another metric."""
-        told: Metric = "loss" if self.is_of_loss else metric
+        """Tell whether a metric has since patience began, or the loss in its place, if that tells."""
+        told: Metric = "loss" if self.does_loss_tell else metric
         before = self._levels.get(told, math.nan)
         return self.detectors[told].level < before - share * abs(before)
 
@@ -369,9 +376,14 @@ class Judge:
         return {metric for metric, worker in self._spells if worker == self._worker} - {"non_finite"}
 
     @property
-    def is_of_loss(self) -> bool:
-        """Whether the loss is among them: then it is what tells, whichever of them is judged first."""
-        return "loss" in self.in_alert
+    def does_loss_tell(self) -> bool:
+        """Whether the loss is out of its range, and finite: then it decides, whatever else is, too.
+
+        As it was measured last, in this step or the one before: of a loss that is measured now and then one
+        that was out of range says nothing of now.
+        """
+        step = self._steps.get(self._worker, _Step())
+        return step.was_loss_out if step.is_loss_out is None else step.is_loss_out
 
     def take_level(self, also: Collection[Metric] = ()) -> list[Metric]:
         """Learn the range anew of each metric whose last values are above it, and of some; give which.
@@ -382,7 +394,6 @@ class Judge:
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
             self._hold.forget_alerts()
-        self._levels.clear()
         self._num_in_vain = 0
         self.standing = replace(self.standing, strikes=0)
         self._strikes.clear()

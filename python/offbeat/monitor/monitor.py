@@ -18,7 +18,6 @@ from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.remedies import until_when
 from offbeat.monitor.report import MonitorReport
-from offbeat.monitor.rising_rate import RisingRate
 from offbeat.monitor.settings import Callback, Given, resolve
 from offbeat.monitor.skips import Skips
 from offbeat.naming import known_attributes, known_keywords
@@ -86,9 +85,9 @@ class AsyncTrainingMonitor:
             "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
             when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
             live optimizer's while it steps, beside any scheduler; a server's for all workers; not once more
-            where parameters are not finite already; after 100 steps with an alert that is finite since it was
-            taken as often as it may be (or eight times `patience`, if that is more), in which the metric has
-            not fallen by a tenth, its level is taken for usual. "quarantine"
+            where parameters are not finite already. After 100 steps with an alert that is finite since it was
+            taken as often as it may be (or eight times `patience`, if that is more, but behind "rollback"),
+            in which the metric has not fallen by a tenth, its level is taken for usual. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
@@ -106,7 +105,8 @@ class AsyncTrainingMonitor:
             theirs is warned of and costs no training: who wants the run's end raises SystemExit or
             KeyboardInterrupt.
         warm_up: Values of a metric before it has a range. With a scheduler that lets the rate rise at first,
-            for "gradient_norm" and "update_ratio" give as many as the steps in which it does, and 25 more.
+            for "gradient_norm", "update_ratio" and "clip" give as many as the steps in which it does, and 25
+            more.
         patience: Steps with an alert that a remedy is given before the next one is taken. What does more each
             time, as "reduce_lr", has twice as many each time from the fourth on, eight times as many at most,
             and as many again while the metric falls, but behind "rollback"; "pause" has twice as many each
@@ -115,7 +115,7 @@ class AsyncTrainingMonitor:
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
             that a remedy had to be taken again. From an alert of the loss on its limit goes no higher, until
             all are let go of and so many losses were no higher than the range had been, or ten times as many
-            within the limit; or it alone has made three times `patience` alerts, or as many times as there
+            in the range; or it alone has made three times `patience` alerts, or as many times as there
             are remedies.
         lr_factor: Of "reduce_lr".
         grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
@@ -202,7 +202,6 @@ class AsyncTrainingMonitor:
         self._first_norms = Onset()  # likewise
         self._warm_up = warm_up
         self._lock = threading.RLock()
-        self._rising_rate = RisingRate(settings.metrics, warm_up)
         self._num_steps = 0
         self._num_steps_told = 0  # of these, by the end of the batch that `on_step` heard of last
         self._ahead = 1  # by what the number of the step under way is more; or as the caller counts
@@ -217,6 +216,9 @@ class AsyncTrainingMonitor:
         self._attachment = None
         if model is not None:
             from offbeat.monitor.attachment import Attachment
+            from offbeat.monitor.rising_rate import FOLLOWS_RATE, RisingRate
+
+            named = (*settings.metrics, *settings.names)
 
             self._attachment = Attachment(
                 model,
@@ -228,7 +230,8 @@ class AsyncTrainingMonitor:
                 keep=self.state_dict,
                 bring=self.load_state_dict,
                 scaler=grad_scaler,
-                is_measured=not MEASURED.isdisjoint((*settings.metrics, *settings.names)),
+                rates=RisingRate(warm_up, is_followed=not FOLLOWS_RATE.isdisjoint(named)),
+                is_measured=not MEASURED.isdisjoint(named),
                 may_drop=not DROPPING.isdisjoint(settings.names),
             )
             self._attachment.parts_members = settings.parts_members
@@ -349,6 +352,8 @@ class AsyncTrainingMonitor:
             self._course.begin_anew()
             self._norms, self._first_norms = Band(self._warm_up), Onset()
             self._is_suspect = self._is_broken = False
+            if self._attachment is not None:
+                self._attachment.rates.begin()
             self._resumed.set()
 
     def state_dict(self) -> dict[str, Any]:
@@ -409,6 +414,7 @@ class AsyncTrainingMonitor:
             self._ahead = ahead
             if self._attachment is not None:
                 self._attachment.gradients.resume(state.get("ratio_since"))  # which older ones do not have
+                self._attachment.rates.end()
             self._is_suspect = self._is_outdated = self._is_broken = False
             self._resumed.set()
 
@@ -448,8 +454,6 @@ class AsyncTrainingMonitor:
         readings = {name: value for name, value in measured.items() if self._wants(name)}
         if self._wants("update_ratio") and (ratio := gradients.update_ratio()) is not None:
             readings["update_ratio"] = ratio
-        if said := self._rising_rate.see(optimizer, self._num_steps):
-            log.warn(said)
         with self._lock:
             alerts = self._take(readings, None)
             is_out = self._is_suspect

@@ -405,6 +405,43 @@ def test_what_was_gone_back_to_says_nothing_of_the_data_where_it_is_not_older_ea
     assert made.is_exhausted
 
 
+def test_that_it_has_led_back_is_known_for_as_long_as_it_is_in_effect():
+    ladder = Ladder(1, patience=1, quiet_steps=10, repeats=3, back=0, most_back=3)
+    made = Judge(["loss"], ladder, threshold=0.5, warm_up=5)
+    for step in range(6):
+        feed(made, step, 1.0)
+    feed(made, 6, 99.0)
+    assert not made.has_led_back
+    made.went_back(5)
+    found = []
+    for step in range(7, 60):
+        feed(made, step, 99.0 if step < 9 else 1.0)
+        assert made.has_led_back == (step >= 9 and made.standing.taken != ())
+        found.append(made.has_led_back)
+    assert True in found
+    assert not found[-1]
+
+
+def test_a_level_that_was_learnt_has_as_many_alerts_by_its_ceiling_as_the_first():
+    made, begin, level, found = warmed(), 200, 1.0, []
+    for most in (10, 100):
+        num_alerts = 0
+        for step in range(begin, begin + 2000):
+            noise = 0.8 + step % 2 * 0.4
+            loss = level * (noise + min((step - begin) / 100, 1.6) + 20 * (step == begin))
+            is_by_it = made.detectors["loss"].is_by_ceiling(loss)
+            excess, _ = feed(made, step, loss)
+            num_alerts += is_by_it and excess is not None
+            if num_alerts == most or made.detectors["loss"].ceiling is None:
+                break
+        found.append(num_alerts)
+        made.take_level(also=["loss"])
+        begin, level = begin + 3000, 2.6 * level
+        for step in range(begin - 500, begin):
+            feed(made, step, level * (0.8 + step % 2 * 0.4))
+    assert found == [10, 15]
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 10])
 @pytest.mark.parametrize(("num_rungs", "most"), [(1, 15), (3, 15), (6, 30)])
 def test_of_workers_each_makes_as_many_alerts_as_one_alone_and_each_remedy_has_its_turn(

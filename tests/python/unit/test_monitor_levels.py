@@ -1,6 +1,5 @@
 """When a level that is out of its range is taken for usual, and what is done while it is not."""
 
-import logging
 import math
 
 import pytest
@@ -197,8 +196,8 @@ def test_of_two_metrics_in_a_step_one_is_learnt_anew_and_the_other_begins_nothin
 
 
 @pytest.mark.parametrize("ladder", ["reduce_lr", ["rollback", "reduce_lr"]])
-@pytest.mark.parametrize("by", [1.0, 0.998])
-def test_which_metric_is_judged_first_decides_nothing(ladder, by):
+@pytest.mark.parametrize(("by", "between"), [(1.0, 9.0), (0.998, 9.0), (1.0, 1.4)])
+def test_which_metric_is_judged_first_decides_nothing(ladder, by, between):
     ends = []
     for metrics in (["loss", "gradient_norm"], ["gradient_norm", "loss"]):
         thing = None if ladder == "reduce_lr" else Steps()
@@ -208,7 +207,8 @@ def test_which_metric_is_judged_first_decides_nothing(ladder, by):
             value = 1.0 if step < 200 else 9.0
             if thing is not None:
                 thing.began_step = step
-            monitor.observe(step, loss=value * by ** max(step - 200, 0), gradient_norm=value)
+            loss = between if step > 200 and step % 2 else value  # which may be above its range by little
+            monitor.observe(step, loss=loss * by ** max(step - 200, 0), gradient_norm=value)
             rates.append(factor_of(live))
         assert (monitor.in_effect == ()) == (by == 1.0 or ladder != "reduce_lr")
         ends.append((rates, thing and thing.went))
@@ -233,6 +233,29 @@ def test_a_metric_whose_last_values_were_mixed_is_learnt_with_the_loss():
         monitor.observe(step, loss=9.0 if step >= 60 else 1.0, gradient_norm=norm)
     (alert, *_) = learnt(monitor)
     assert "what loss and gradient_norm is now is taken for usual" in alert.result
+
+
+@pytest.mark.parametrize("every", [1, 20, 50])
+@pytest.mark.parametrize("spike", [1e3, math.nan])
+def test_a_loss_that_was_out_of_its_range_once_says_nothing_of_a_metric_that_stays_so(every, spike):
+    """And its own range is not what the other one's is."""
+
+    def lowest(has_spike, norm_after):
+        monitor, live = watched(["loss", "gradient_norm"], patience=5, quiet_steps=100)
+        rates, since = [], 600
+        for step in range(1, 1200):
+            wobble = 1 + 0.05 * math.sin(1.7 * step)
+            if step % every == 0:
+                monitor.observe(step, loss=spike if has_spike and step == since else wobble)
+            monitor.observe(step, gradient_norm=wobble * (norm_after(step - since) if step >= since else 1.0))
+            rates.append(factor_of(live))
+        return min(rates), learnt(monitor)
+
+    falling = [lowest(has_spike, lambda since: max(9 * 0.99**since, 1.0))[0] for has_spike in (False, True)]
+    assert falling[1] >= 0.5 * falling[0], "by one, where it is nothing but a spike"
+    lowest_rate, (alert,) = lowest(True, lambda since: 9.0)
+    assert lowest_rate == 0.5**10
+    assert "in its time" in alert.result
 
 
 # ------------------------------------------------------------------------------------- behind a rollback
@@ -333,46 +356,3 @@ def test_a_pause_is_taken_again_where_the_metric_falls_too_and_in_the_end_that_i
         in_vain += [step - 60 for alert in alerts if "in vain" in alert.result]
     assert taken == [2 * (2**n - 1) for n in range(10)]
     assert in_vain == [taken[-1] + 1]
-
-
-# ---------------------------------------------------------------------------------- a rate that is warmed up
-
-
-def warmed_up(metrics, *, num_rising, **keywords):
-    """Train with a rate that rises for some steps; give what is said of that."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, num_rising)
-    monitor = AsyncTrainingMonitor(model, metrics, **keywords)
-    for step in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 4)).square().sum()
-        loss.backward()
-        if "loss" in metrics:
-            monitor.observe(step, loss=loss)
-        optimizer.step()
-        scheduler.step()
-    monitor.close()
-
-
-def test_a_range_of_a_rate_that_still_rises_is_warned_of_once_and_what_to_do(caplog):
-    with caplog.at_level(logging.WARNING, logger="offbeat"):
-        warmed_up(["loss", "gradient_norm"], num_rising=50)
-    (said,) = (record.message for record in caplog.records if "still rises" in record.message)
-    assert "from 0.04852 to 0.0505 in this step" in said
-    assert "range of gradient_norm is complete after 25" in said
-    assert "Give warm_up=" in said
-
-
-@pytest.mark.parametrize(
-    ("metrics", "given"),
-    [
-        (["loss", "gradient_norm"], {"num_rising": 20}),
-        (["loss", "gradient_norm"], {"num_rising": 50, "warm_up": 75}),
-        (["loss"], {"num_rising": 50}),
-    ],
-)
-def test_a_rate_that_has_risen_by_then_or_that_nothing_follows_is_not_warned_of(metrics, given, caplog):
-    with caplog.at_level(logging.WARNING, logger="offbeat"):
-        warmed_up(metrics, **given)
-    assert not any("still rises" in record.message for record in caplog.records)

@@ -1,0 +1,170 @@
+"""What a monitor says of a learning rate that is higher soon after a range was made."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import AsyncTrainingMonitor
+from support.small_net import net
+
+LINEAR = torch.optim.lr_scheduler.LinearLR
+
+
+def said_of(
+    caplog,
+    metrics=("loss", "gradient_norm"),
+    *,
+    by_step=lambda optimizer: None,
+    optimizers=None,
+    num_steps=300,
+    **keywords,
+):
+    """Train, with what follows each step; give what was said of the rate."""
+    model = net()
+    made = [torch.optim.SGD(model.parameters(), lr=0.1)] if optimizers is None else optimizers(model)
+    follow = by_step(made[0])
+    monitor = AsyncTrainingMonitor(model, list(metrics), **keywords)
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        for step in range(num_steps):
+            model.zero_grad()
+            model(torch.ones(1, 4)).square().sum().backward()
+            for optimizer in made:
+                optimizer.step()
+            if follow is not None:
+                follow(step)
+    monitor.close()
+    return [record.message for record in caplog.records if "the learning rate is" in record.message]
+
+
+def rising(num_steps, every=1):
+    """Let the rate rise from a hundredth, at each so many steps."""
+
+    def made(optimizer):
+        scheduler = LINEAR(optimizer, 0.01, 1.0, num_steps)
+        return lambda step: scheduler.step() if (step + 1) % every == 0 else None
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("metrics", "remedy"), [(["gradient_norm"], "alert"), (["update_ratio"], "alert"), (["loss"], "clip")]
+)
+def test_a_rate_that_rises_on_is_warned_of_once_with_what_to_do(metrics, remedy, caplog):
+    (said,) = said_of(caplog, metrics, by_step=rising(50), remediation_strategy=remedy)
+    assert "the learning rate is 0.05446 in step 28 of the SGD, and was 0.04852 at most" in said
+    assert "Give warm_up= as many as the steps in which it rises, and 25 more" in said
+
+
+@pytest.mark.parametrize("every", [10, 30])
+def test_so_is_one_that_rises_from_epoch_to_epoch(every, caplog):
+    (said,) = said_of(caplog, by_step=rising(60, every=every))
+    assert f"in step {[31, 31][every == 30]} of" in said
+
+
+@pytest.mark.parametrize(
+    ("metrics", "given"),
+    [
+        (["gradient_norm"], {"by_step": rising(20)}),
+        (["gradient_norm"], {"by_step": rising(50), "warm_up": 75}),
+        (["gradient_norm"], {"by_step": rising(10, every=300), "num_steps": 700}),
+        (["loss"], {"by_step": rising(50)}),
+    ],
+)
+def test_one_that_has_risen_by_then_or_rises_much_later_or_that_nothing_follows_is_not(
+    metrics, given, caplog
+):
+    assert said_of(caplog, metrics, **given) == []
+
+
+def test_each_group_of_each_optimizer_is_compared_with_itself(caplog):
+    def two(model):
+        return [
+            torch.optim.AdamW(model[0].parameters(), lr=1e-3),
+            torch.optim.SGD(model[2].parameters(), lr=0.1),
+        ]
+
+    def grouped(model):
+        groups = [{"params": model[2].parameters(), "lr": 0.1}, {"params": model[0].parameters(), "lr": 1e-5}]
+        return [torch.optim.SGD(groups)]
+
+    def second_rises(optimizer):
+        def follow(step):
+            optimizer.param_groups[1]["lr"] = 1e-5 * min(step + 2, 100)
+
+        return follow
+
+    assert said_of(caplog, optimizers=two) == []
+    (said,) = said_of(caplog, optimizers=grouped, by_step=second_rises)
+    assert "is 0.00028 in step 28 of the SGD, and was 0.00025 at most" in said
+
+
+class NoRate(torch.optim.SGD):
+    """As one that makes its own rates, and has none that is a number."""
+
+    def __init__(self, parameters, rate):
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["lr"] = rate
+
+    def step(self, closure=None):
+        del closure
+
+
+@pytest.mark.parametrize("rate", [None, "own", torch.ones(3)])
+def test_a_rate_that_is_no_number_costs_no_training(rate, caplog):
+    assert said_of(caplog, optimizers=lambda model: [NoRate(model.parameters(), rate)]) == []
+
+
+def test_a_rate_that_is_a_tensor_counts_as_well(caplog):
+    def made(model):
+        return [torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))]
+
+    (said,) = said_of(caplog, optimizers=made, by_step=rising(50))
+    assert "in step 28 of the SGD" in said
+
+
+def test_new_ranges_are_looked_at_anew_and_those_of_another_process_not(caplog):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = AsyncTrainingMonitor(model, ["gradient_norm"])
+
+    def train(rates):
+        with caplog.at_level(logging.WARNING, logger="offbeat"):
+            caplog.clear()
+            for rate in rates:
+                optimizer.param_groups[0]["lr"] = rate
+                model.zero_grad()
+                model(torch.ones(1, 4)).square().sum().backward()
+                optimizer.step()
+        return len([record for record in caplog.records if "the learning rate is" in record.message])
+
+    assert train([1e-3] * 30 + [1e-2] * 5) == 1
+    monitor.reset()
+    assert train([1e-3] * 30 + [1e-2] * 5) == 1
+    state = monitor.state_dict()
+    monitor.close()
+    monitor = AsyncTrainingMonitor(model, ["gradient_norm"])
+    monitor.load_state_dict(state)
+    assert train([1e-3] * 30 + [1e-2] * 5) == 0
+
+
+@pytest.mark.parametrize("given", [{}, {"strategy": "accumulate", "regular_sync_frequency": 4}])
+def test_a_trainer_s_scheduler_is_looked_at_as_well(given, caplog):
+    model = nn.Linear(4, 2)
+    trainer = offbeat.AsyncTrainer(model, **given)
+    monitor = AsyncTrainingMonitor(model, ["gradient_norm"])
+    data = torch.utils.data.TensorDataset(torch.ones(1600, 4), torch.zeros(1600, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="offbeat"):
+        trainer.train(
+            dataloader=torch.utils.data.DataLoader(data, batch_size=4),
+            epochs=1,
+            optimizer=optimizer,
+            loss_fn=nn.CrossEntropyLoss(),
+            scheduler=LINEAR(optimizer, 0.01, 1.0, 100),
+            scheduler_interval="step",
+        )
+    monitor.close()
+    assert len([record for record in caplog.records if "the learning rate is" in record.message]) == 1
