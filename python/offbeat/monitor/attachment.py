@@ -34,7 +34,7 @@ class Attachment:
 
     Attributes:
         gradients: The model's.
-        rates: Of the optimizers that step it.
+        rising_rate: What looks at the rates of its optimizers.
         acts_on_updates: By what settings the monitor may change an update; empty where it may not.
         parts_members: Why its members would part where they share updates; empty where they would not.
         has_dropped: Whether it dropped those of the batch whose loss it heard last.
@@ -58,7 +58,7 @@ class Attachment:
         keep: Keep,
         bring: Bring,
         scaler: Any,  # noqa: ANN401  torch has several classes of them
-        rates: RisingRate,
+        rising_rate: RisingRate,
         is_measured: bool,
         may_drop: bool,
     ) -> None:
@@ -75,7 +75,7 @@ class Attachment:
             keep: The monitor's method that gives its state.
             bring: The monitor's method that goes on from one.
             scaler: As `Gradients` takes it.
-            rates: What looks at those of each step.
+            rising_rate: What looks at the rates of its optimizers.
             is_measured: Likewise.
             may_drop: Whether gradients may turn out not to be used.
         """
@@ -86,7 +86,7 @@ class Attachment:
         self._is_lost = weakref.WeakMethod(is_lost)
         self._keep, self._bring = weakref.WeakMethod(keep), weakref.WeakMethod(bring)
         self._is_judged = False
-        self.rates = rates
+        self.rising_rate = rising_rate
         self.gradients = Gradients(
             model,
             scaler,
@@ -194,6 +194,8 @@ class Attachment:
         """Judge before a step of any optimizer that has parameters of the model."""
         if hasattr(optimizer, "live") or not self._is_ours(optimizer):  # a worker's only stands for another
             return None
+        if said := self.rising_rate.see(optimizer):
+            log.warn(said)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._judge(optimizer)
@@ -209,8 +211,6 @@ class Attachment:
         return (args[0], judged, *args[2:]), kwargs
 
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
-        if said := self.rates.see(optimizer):
-            log.warn(said)
         if self._is_judged:
             self._is_judged = False
         elif not self._is_used(optimizer):

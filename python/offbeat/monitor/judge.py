@@ -87,8 +87,8 @@ class _Step:
     had_value: bool = False
     had_unusable: bool = False  # something that is not finite
     had_loss_in_range: bool = False
-    is_loss_out: bool | None = None  # an alert that is finite; None: it was not measured
-    was_loss_out: bool = False  # likewise, in the step before
+    loss_age: int = 0  # steps since the loss was measured
+    is_loss_out: bool = False  # whether that was an alert and finite, or, after such, above the range still
     was_low: bool = False  # the loss was no higher than the ceiling, where there is one
 
 
@@ -135,7 +135,7 @@ class Judge:
         last = self._steps.setdefault(worker, _Step(step))
         if step == last.number:
             return None
-        self._steps[worker] = _Step(step, was_loss_out=bool(last.is_loss_out))
+        self._steps[worker] = _Step(step, loss_age=last.loss_age + 1, is_loss_out=last.is_loss_out)
         if last.had_value and not last.had_unusable:
             self._num_unusable = 0
             self._unusable.clear()
@@ -185,8 +185,9 @@ class Judge:
             step.had_loss_in_range |= verdict == "quiet"
             if verdict in ("quiet", "warm_up"):
                 self._attempts = self._attempts.after_range()
-            is_as_before = verdict == "raised" and step.was_loss_out
+            is_as_before = verdict == "raised" and step.is_loss_out
             step.is_loss_out = is_as_before or (verdict == "alert" and is_usable(value))
+            step.loss_age = 0
         if verdict != "alert":
             return None
         if metric == "loss" and is_usable(value):
@@ -344,15 +345,19 @@ class Judge:
             self._strikes.clear()
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
-        self._is_of_data = self.does_loss_tell and is_astray and is_over
+        self._is_of_data = self.is_loss_out and is_astray and is_over
         return rung
 
     def _note_levels(self) -> None:
         self._levels = {metric: detector.level for metric, detector in self.detectors.items()}
 
     def _has_fallen(self, metric: Metric, share: float) -> bool:
-        """Tell whether a metric has since patience began, or the loss in its place, if that tells."""
-        told: Metric = "loss" if self.does_loss_tell else metric
+        """Tell whether a metric has since patience began, or the loss in its place.
+
+        That is where it is out of its range as well, as was measured in this step or the one before.
+        """
+        is_told = self.is_loss_out and self._steps[self._worker].loss_age <= 1
+        told: Metric = "loss" if is_told else metric
         before = self._levels.get(told, math.nan)
         return self.detectors[told].level < before - share * abs(before)
 
@@ -376,14 +381,12 @@ class Judge:
         return {metric for metric, worker in self._spells if worker == self._worker} - {"non_finite"}
 
     @property
-    def does_loss_tell(self) -> bool:
-        """Whether the loss is out of its range, and finite: then it decides, whatever else is, too.
+    def is_loss_out(self) -> bool:
+        """Whether the loss of this step's worker is out of its range and finite, as it was measured last.
 
-        As it was measured last, in this step or the one before: of a loss that is measured now and then one
-        that was out of range says nothing of now.
+        Then it decides whether it is the data, whatever else is out of its range and is judged first.
         """
-        step = self._steps.get(self._worker, _Step())
-        return step.was_loss_out if step.is_loss_out is None else step.is_loss_out
+        return self._steps.get(self._worker, _Step()).is_loss_out
 
     def take_level(self, also: Collection[Metric] = ()) -> list[Metric]:
         """Learn the range anew of each metric whose last values are above it, and of some; give which.
@@ -394,6 +397,7 @@ class Judge:
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
             self._hold.forget_alerts()
+        self._levels.clear()
         self._num_in_vain = 0
         self.standing = replace(self.standing, strikes=0)
         self._strikes.clear()

@@ -216,7 +216,7 @@ class AsyncTrainingMonitor:
         self._attachment = None
         if model is not None:
             from offbeat.monitor.attachment import Attachment
-            from offbeat.monitor.rising_rate import FOLLOWS_RATE, RisingRate
+            from offbeat.monitor.rising_rate import RisingRate
 
             named = (*settings.metrics, *settings.names)
 
@@ -230,7 +230,7 @@ class AsyncTrainingMonitor:
                 keep=self.state_dict,
                 bring=self.load_state_dict,
                 scaler=grad_scaler,
-                rates=RisingRate(warm_up, is_followed=not FOLLOWS_RATE.isdisjoint(named)),
+                rising_rate=RisingRate(named, warm_up),
                 is_measured=not MEASURED.isdisjoint(named),
                 may_drop=not DROPPING.isdisjoint(settings.names),
             )
@@ -353,7 +353,7 @@ class AsyncTrainingMonitor:
             self._norms, self._first_norms = Band(self._warm_up), Onset()
             self._is_suspect = self._is_broken = False
             if self._attachment is not None:
-                self._attachment.rates.begin()
+                self._attachment.rising_rate.begin()
             self._resumed.set()
 
     def state_dict(self) -> dict[str, Any]:
@@ -414,7 +414,8 @@ class AsyncTrainingMonitor:
             self._ahead = ahead
             if self._attachment is not None:
                 self._attachment.gradients.resume(state.get("ratio_since"))  # which older ones do not have
-                self._attachment.rates.end()
+                has_ranges = num_steps >= self._warm_up
+                self._attachment.rising_rate.end() if has_ranges else self._attachment.rising_rate.begin()
             self._is_suspect = self._is_outdated = self._is_broken = False
             self._resumed.set()
 

@@ -1,15 +1,13 @@
 """Whether a range was made while the learning rate was lower than it is soon after."""
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["FOLLOWS_RATE", "RisingRate"]
+__all__ = ["RisingRate"]
 
-FOLLOWS_RATE = frozenset({"gradient_norm", "update_ratio", "clip"})
+FOLLOWING = ("gradient_norm", "update_ratio", "clip")
 """Metrics, and a remedy with a range of its own, of what grows in a sound run whose rate is warmed up. Of
 Fashion-MNIST with the rate at a hundredth first, and whole after 100 steps, `"reduce_lr"` cost 1 to 19 points
 by alerts of the gradient's norm, `"reject"` 0 to 17; with `warm_up=125` there was no alert."""
@@ -21,31 +19,29 @@ AS_LONG = 10
 """Times the steps of the range, after which a rate that rises is another matter."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    num_steps: int = 0
-    highest: list[float] = field(default_factory=list)  # by group, while the range was made
-
-
 class RisingRate:
-    """Looks at the rates of each optimizer's steps, and tells once."""
+    """Looks at the learning rates of the first steps, and tells once of one that is above what it was.
 
-    def __init__(self, warm_up: int, *, is_followed: bool) -> None:
+    A rate is known by the first parameter that it is of, whichever optimizer has it; what is first seen when
+    the range is there already, or was 0 until then, is not compared.
+    """
+
+    def __init__(self, names: Sequence[str], warm_up: int) -> None:
         """Begin.
 
         Args:
+            names: Of what is judged, and of remedies.
             warm_up: Values, of which each step has one, before there is a range.
-            is_followed: Whether anything that is judged follows the rate.
         """
+        self._following = [name for name in FOLLOWING if name in names]
         self._warm_up = warm_up
-        self._is_followed = is_followed
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
-        self._is_over = not is_followed
+        self.begin()
 
     def begin(self) -> None:
         """Begin anew, as ranges do."""
-        self._seen.clear()
-        self._is_over = not self._is_followed
+        self._highest: dict[int, float] = {}  # while the range was made
+        self._num_steps = 0
+        self._is_over = not self._following
 
     def end(self) -> None:
         """Look no more: ranges have come from elsewhere."""
@@ -55,34 +51,28 @@ class RisingRate:
         """Look before a step; say so where a rate is higher than it was while the range was made."""
         if self._is_over:
             return ""
-        seen = self._seen.setdefault(optimizer, _Seen())
-        seen.num_steps += 1
-        rates = _rates_of(optimizer.param_groups)
-        if seen.num_steps <= self._warm_up:
-            known = [*seen.highest, *rates[len(seen.highest) :]]
-            seen.highest = [max(pair) for pair in zip(known, rates, strict=False)]
-            return ""
-        if seen.num_steps > AS_LONG * self._warm_up:
-            self._is_over = True
-        risen = [(a, b) for a, b in zip(seen.highest, rates, strict=False) if 0 < a * MORE < b]
-        if not risen:
-            return ""
-        self._is_over = True
-        before, now = risen[0]
-        return (
-            f"the learning rate is {now:g} in step {seen.num_steps} of the {type(optimizer).__name__}, and "
-            f"was {before:g} at most while the range of the gradient's norm was made: what rises with it, in "
-            f"a sound run, too, may be an alert. Give warm_up= as many as the steps in which it rises, and "
-            f"25 more"
-        )
+        self._num_steps += 1
+        self._is_over = self._num_steps > AS_LONG * self._warm_up
+        groups = [group for group in optimizer.param_groups if group["params"]]
+        for group in groups:
+            key, rate = id(group["params"][0]), _number(group.get("lr"))
+            highest = self._highest.get(key, 0.0)
+            if self._num_steps <= self._warm_up:
+                self._highest[key] = max(rate, highest)
+            elif 0 < highest * MORE < rate:
+                self._is_over = True
+                return (
+                    f"a learning rate of the {type(optimizer).__name__} is {rate:g} by now, and was "
+                    f"{highest:g} at most while the range of {' and '.join(self._following)} was made, which "
+                    f"grows with it in a sound run, too, and may be an alert then. Give warm_up= as many as "
+                    f"the steps in which the rate rises, and 25 more"
+                )
+        return ""
 
 
-def _rates_of(groups: Sequence[dict[str, Any]]) -> list[float]:
-    return [_rate_of(group.get("lr")) for group in groups]
-
-
-def _rate_of(rate: object) -> float:
+def _number(rate: Any) -> float:  # noqa: ANN401  whatever an optimizer has as its rate
     """Give a rate as a number; 0 where it is none, as of an optimizer that makes its own."""
-    if isinstance(rate, torch.Tensor):
-        return float(rate) if rate.numel() == 1 else 0.0
-    return float(rate) if isinstance(rate, int | float) else 0.0
+    try:
+        return float(rate)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return 0.0

@@ -215,6 +215,31 @@ def test_which_metric_is_judged_first_decides_nothing(ladder, by, between):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize(("every", "phase"), [(1, 0), (2, 0), (3, 1), (3, 2), (10, 0), (10, 5), (25, 3)])
+def test_a_loss_that_is_measured_now_and_then_decides_as_it_was_measured_last(every, phase):
+    monitor, live = watched(["loss", "gradient_norm"])
+    rates = []
+    for step in range(700):
+        value = 1.0 if step < 300 else 9.0
+        if step % every == phase:
+            monitor.observe(step, loss=value)
+        monitor.observe(step, gradient_norm=value)
+        rates.append(factor_of(live))
+    assert min(rates) == 0.5**10
+    assert set(rates[-100:]) == {1.0}
+
+
+def test_a_level_that_was_learnt_is_not_what_a_later_one_has_come_down_from():
+    monitor, live = watched(["loss", "gradient_norm"], quiet_steps=400, patience=5)
+    for step in range(1500):
+        norm = 1.0 if step < 200 else 100.0 if step < 700 else 3.0 if step < 900 else 40.0
+        monitor.observe(step, loss=1.0, gradient_norm=norm)
+    first, second = (alert.step for alert in learnt(monitor))
+    assert (first - 200) // 100 == 3
+    assert (second - 900) // 100 == 1
+    assert factor_of(live) < 1.0
+
+
 def test_a_metric_that_was_out_of_range_for_a_worker_that_left_keeps_its_range():
     monitor, _ = watched(["loss", "gradient_norm"])
     for step in range(400):
