@@ -109,9 +109,7 @@ class Judge:
         self.standing = Standing()
         self._ladder = ladder
         self._steps: dict[str | None, _Step] = {}
-        self._quiet: Counter[str | None] = (
-            Counter()
-        )  # steps since the last alert, or since a rung was let go of
+        self._quiet: Counter[str | None] = Counter()  # since the last alert, or a rung was let go of
         self._strikes: Counter[str | None] = Counter()  # since the newest rung was taken
         self._spells: dict[tuple[Metric, str | None], Spell] = {}
         self._over: Spell | None = None
@@ -121,9 +119,7 @@ class Judge:
         self._hold = Hold(ladder)
         self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
-        self._num_in_vain = (
-            0  # alerts that are finite, since all was taken, a level was learnt or one has come down
-        )
+        self._num_in_vain = 0  # alerts, as `num_in_vain` has them
         self._is_of_data = False
         self._step = 0
         self._worker: str | None = None

@@ -414,8 +414,11 @@ class AsyncTrainingMonitor:
             self._ahead = ahead
             if self._attachment is not None:
                 self._attachment.gradients.resume(state.get("ratio_since"))  # which older ones do not have
-                has_ranges = num_steps >= self._warm_up
-                self._attachment.rising_rate.end() if has_ranges else self._attachment.rising_rate.begin()
+                rising_rate = self._attachment.rising_rate
+                if num_steps >= self._warm_up:
+                    rising_rate.end()
+                else:
+                    rising_rate.begin()
             self._is_suspect = self._is_outdated = self._is_broken = False
             self._resumed.set()
 
