@@ -15,6 +15,7 @@ from offbeat.monitor.alert import Alert, is_finite
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.course import Course
 from offbeat.monitor.ladder import Ladder
+from offbeat.monitor.number import number
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.remedies import until_when
 from offbeat.monitor.report import MonitorReport
@@ -440,7 +441,7 @@ class AsyncTrainingMonitor:
     def _hear(self, readings: Mapping[str, Any], *, is_made: bool = False) -> None:
         """Take what a trainer tells of the step under way, or of the one that was made last."""
         wanted = {name: value for name, value in readings.items() if self._wants(name)}
-        numbers = {name: number for name, v in wanted.items() if (number := _number(v)) is not None}
+        numbers = {name: read for name, v in wanted.items() if (read := number(v)) is not None}
         if numbers:
             with self._lock:
                 alerts = self._take(numbers, None, is_made=is_made)
@@ -630,15 +631,4 @@ def _no_state(error: Exception) -> ConfigError:
 def _observed(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
     """Give what a user gave as a float; None if it is no number, as what is true or false is none."""
     is_boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-    return None if is_boolean else _number(value)
-
-
-def _number(value: Any) -> float | None:  # noqa: ANN401  a tensor, perhaps
-    """Give a value as a float; None if it is no number."""
-    if isinstance(value, str | bytes):  # which float() would read
-        return None
-    item = getattr(value, "item", None)
-    try:
-        return float(value if item is None else item())
-    except (OverflowError, TypeError, ValueError, RuntimeError):
-        return None
+    return None if is_boolean else number(value)

@@ -1,9 +1,12 @@
 """Whether a range was made while the learning rate was lower than it is soon after."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from offbeat.monitor.number import number
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["RisingRate"]
 
@@ -47,15 +50,17 @@ class RisingRate:
         """Look no more: ranges have come from elsewhere."""
         self._is_over = True
 
-    def see(self, optimizer: torch.optim.Optimizer) -> str:
+    def see(self, optimizer: "torch.optim.Optimizer") -> str:
         """Look before a step; say so where a rate is higher than it was while the range was made."""
         if self._is_over:
             return ""
         self._num_steps += 1
         self._is_over = self._num_steps > AS_LONG * self._warm_up
-        groups = [group for group in optimizer.param_groups if group["params"]]
-        for group in groups:
-            key, rate = id(group["params"][0]), _number(group.get("lr"))
+        for group in optimizer.param_groups:
+            if not group["params"]:
+                continue
+            key = id(group["params"][0])
+            rate = number(group.get("lr")) or 0.0  # an optimizer that makes its own has none here
             highest = self._highest.get(key, 0.0)
             if self._num_steps <= self._warm_up:
                 self._highest[key] = max(rate, highest)
@@ -68,11 +73,3 @@ class RisingRate:
                     f"the steps in which the rate rises, and 25 more"
                 )
         return ""
-
-
-def _number(rate: Any) -> float:  # noqa: ANN401  whatever an optimizer has as its rate
-    """Give a rate as a number; 0 where it is none, as of an optimizer that makes its own."""
-    try:
-        return float(rate)
-    except (OverflowError, RuntimeError, TypeError, ValueError):
-        return 0.0

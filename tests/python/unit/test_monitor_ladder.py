@@ -418,7 +418,7 @@ def test_that_it_has_led_back_is_known_for_as_long_as_it_is_in_effect():
         feed(made, step, 99.0 if step < 9 else 1.0)
         assert made.has_led_back == (step >= 9 and made.standing.taken != ())
         found.append(made.has_led_back)
-    assert True in found
+    assert any(found)
     assert not found[-1]
 
 
