@@ -425,7 +425,7 @@ class Course:
         if not self._judge.is_of_data and self._judge.await_fall(excess.metric):
             return _Learnt()
         # Else it may be the remedy that keeps the loss in its range, or lets it come back.
-        is_of_loss = self._judge.is_loss_out or "loss" not in self._judge.detectors
+        is_of_loss = self._judge.is_loss_out(within=num) or "loss" not in self._judge.detectors
         ends_all = self._judge.is_of_data or (is_of_loss and not self._judge.has_led_back)
         metrics = self._judge.take_level(also=self._judge.in_alert)
         when = "" if ends_all else " in its time"

@@ -216,6 +216,7 @@ class Judge:
         self._unusable.clear()
         self._attempts = self._attempts.after(place)
         self._levels.clear()  # which are not of this one: that it begins lower helps nothing
+        self._forget_losses()
 
     @property
     def is_to_stay(self) -> bool:
@@ -341,7 +342,7 @@ class Judge:
             self._strikes.clear()
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
-        self._is_of_data = self.is_loss_out and is_astray and is_over
+        self._is_of_data = self.is_loss_out() and is_astray and is_over
         return rung
 
     def _note_levels(self) -> None:
@@ -352,8 +353,7 @@ class Judge:
 
         That is where it is out of its range as well, as was measured in this step or the one before.
         """
-        is_told = self.is_loss_out and self._steps[self._worker].loss_age <= 1
-        told: Metric = "loss" if is_told else metric
+        told: Metric = "loss" if self.is_loss_out(within=1) else metric
         before = self._levels.get(told, math.nan)
         return self.detectors[told].level < before - share * abs(before)
 
@@ -376,13 +376,21 @@ class Judge:
         """Those metrics of this step's worker whose alerts are not over, and that may have another range."""
         return {metric for metric, worker in self._spells if worker == self._worker} - {"non_finite"}
 
-    @property
-    def is_loss_out(self) -> bool:
-        """Whether the loss of this step's worker is out of its range and finite, as it was measured last.
+    def is_loss_out(self, *, within: float = math.inf) -> bool:
+        """Tell whether the worker's loss is out of its range and finite, as it was measured last.
 
-        Then it decides whether it is the data, whatever else is out of its range and is judged first.
+        Then it decides whether it is the data, whatever else is out of its range and is judged first. One
+        of before it was gone back is of another model, and says nothing.
+
+        Args:
+            within: The steps, before this one, in which it was measured.
         """
-        return self._steps.get(self._worker, _Step()).is_loss_out
+        step = self._steps.get(self._worker, _Step())
+        return step.is_loss_out and step.loss_age <= within
+
+    def _forget_losses(self) -> None:
+        for step in self._steps.values():
+            step.is_loss_out = False
 
     def take_level(self, also: Collection[Metric] = ()) -> list[Metric]:
         """Learn the range anew of each metric whose last values are above it, and of some; give which.
@@ -393,6 +401,7 @@ class Judge:
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
             self._hold.forget_alerts()
+            self._forget_losses()
         self._levels.clear()
         self._num_in_vain = 0
         self.standing = replace(self.standing, strikes=0)

@@ -419,7 +419,7 @@ class AsyncTrainingMonitor:
                 if num_steps >= self._warm_up:
                     rising_rate.end()
                 else:
-                    rising_rate.begin()
+                    rising_rate.begin(num_steps)
             self._is_suspect = self._is_outdated = self._is_broken = False
             self._resumed.set()
 

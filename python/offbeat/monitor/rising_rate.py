@@ -25,8 +25,8 @@ AS_LONG = 10
 class RisingRate:
     """Looks at the learning rates of the first steps, and tells once of one that is above what it was.
 
-    A rate is known by the first parameter that it is of, whichever optimizer has it; what is first seen when
-    the range is there already, or was 0 until then, is not compared.
+    A rate is known by the first parameter that it is of, whichever optimizer of a class has it; what is first
+    seen when the range is there already, or was 0 until then, is not compared.
     """
 
     def __init__(self, names: Sequence[str], warm_up: int) -> None:
@@ -40,10 +40,10 @@ class RisingRate:
         self._warm_up = warm_up
         self.begin()
 
-    def begin(self) -> None:
-        """Begin anew, as ranges do."""
-        self._highest: dict[int, float] = {}  # while the range was made
-        self._num_steps = 0
+    def begin(self, num_steps: int = 0) -> None:
+        """Begin anew, as ranges do; or with ranges that know of some steps already."""
+        self._highest: dict[tuple[type, int], float] = {}  # while the range was made
+        self._num_steps = num_steps
         self._is_over = not self._following
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ class RisingRate:
         for group in optimizer.param_groups:
             if not group["params"]:
                 continue
-            key = id(group["params"][0])
+            key = type(optimizer), id(group["params"][0])  # rates of two kinds cannot be compared
             rate = number(group.get("lr")) or 0.0  # an optimizer that makes its own has none here
             highest = self._highest.get(key, 0.0)
             if self._num_steps <= self._warm_up:

@@ -229,6 +229,29 @@ def test_a_loss_that_is_measured_now_and_then_decides_as_it_was_measured_last(ev
     assert set(rates[-100:]) == {1.0}
 
 
+@pytest.mark.parametrize("ladder", ["reduce_lr", ["rollback", "reduce_lr"]])
+@pytest.mark.parametrize("every", [1, 50, 200])
+def test_a_loss_of_before_what_was_done_says_nothing_of_what_came_of_it(ladder, every):
+    """It was out of its range once, and the gradient's norm is for good."""
+    thing = None if ladder == "reduce_lr" else Steps()
+    monitor, live = watched(["loss", "gradient_norm"], ladder=ladder, thing=thing)
+    for step in range(2400, 2700):
+        for before in range(0 if step == 2400 else step, step):
+            if thing is not None:
+                thing.began_step = before
+            given = {"loss": 1.0} if before % every == 0 else {}
+            monitor.observe(before, gradient_norm=1.0, **given)
+        if thing is not None:
+            thing.began_step = step
+        if step % every == 0:
+            monitor.observe(step, loss=9.0 if step == 2400 else 1.0)
+        monitor.observe(step, gradient_norm=9.0)
+    (alert,) = learnt(monitor)
+    assert "it is the data" not in alert.result
+    assert "in its time" in alert.result
+    assert factor_of(live) == 0.5**10
+
+
 def test_a_level_that_was_learnt_is_not_what_a_later_one_has_come_down_from():
     monitor, live = watched(["loss", "gradient_norm"], quiet_steps=400, patience=5)
     for step in range(1500):

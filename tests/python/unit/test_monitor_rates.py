@@ -187,7 +187,7 @@ def test_a_rate_that_a_remedy_lets_go_of_has_not_risen(closure, caplog):
     monitor.close()
 
 
-@pytest.mark.parametrize(("num_before", "is_said"), [(10, True), (30, False)])
+@pytest.mark.parametrize(("num_before", "is_said"), [(10, True), (24, True), (30, False)])
 def test_a_resume_in_the_warm_up_goes_on_looking(num_before, is_said, caplog):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
