@@ -201,7 +201,7 @@ class Course:
         num_dropped, num_clipped, step = state["num_dropped"], state["num_clipped"], state["step"]
         in_a_row = state.get("num_dropped_in_a_row", 0)  # which states had not, once
         noted, has_passed = state.get("noted", {}), state.get("has_passed", True)  # likewise
-        self.let_go()
+        self.let_go(goes_on=False)
         self._judge, self._in_effect, self._step = judge, effects, step
         self._num_alerts, self.num_taken = num_alerts, num_taken
         self.num_dropped, self.num_clipped = num_dropped, num_clipped
@@ -237,11 +237,15 @@ class Course:
         self._num_dropped_in_a_row = 0
         self.is_lost, self._is_in_vain, self._has_passed = False, False, True
 
-    def let_go(self) -> None:
-        """Let go of all remedies, the newest first."""
+    def let_go(self, *, goes_on: bool = True) -> None:
+        """Let go of all remedies, the newest first.
+
+        Args:
+            goes_on: Whether training goes on from here, and not from a state that is loaded.
+        """
         while self._in_effect:
             self._judge.end(len(self._in_effect) - 1)  # first: a Ctrl-C may end what is undone
-            self._release()
+            self._release(goes_on=goes_on)
 
     def was_set(self, thing: object, name: str) -> None:
         """Let go of what has set an attribute to which somebody else has a right, and which he set since."""
@@ -593,11 +597,13 @@ class Course:
             self.num_went_back += taken.goes_back
         return taken
 
-    def _release(self) -> None:
+    def _release(self, *, goes_on: bool = True) -> None:
         effect = self._in_effect.pop()
         is_undone = True
         try:
             result = effect.taken.undo()
+            if goes_on:
+                effect.taken.settle()
         except ClosedError as error:
             result = f"what it acted on has ended: {error}"
         except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on

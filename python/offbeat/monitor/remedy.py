@@ -34,6 +34,7 @@ class Taken(NamedTuple):
         held: What `Remedy.resume` needs to have it in effect in another process: plain data.
         forget: Takes an object and the name of its attribute, which somebody has set since, out of what is to
             be taken back; tells whether nothing is left, and the remedy has ended.
+        settle: Follows `undo` where training goes on from here, and not from a state that was loaded.
     """
 
     result: str
@@ -43,6 +44,7 @@ class Taken(NamedTuple):
     is_done: bool = True
     held: Any = None
     forget: Callable[[object, str], bool] = lambda *_: False
+    settle: Callable[[], None] = lambda: None
 
 
 class Remedy(ABC):

@@ -191,12 +191,17 @@ class ReduceLr(Remedy):
             kept = undo_all([*served, *factors])
             return "; ".join([f"learning rates are divided by {factor:g} again: {told()}", *kept])
 
+        def settle() -> None:
+            for one in factors:
+                one.keep_pace()
+
         self._taken_by.append(factor)
         total = math.prod(self._taken_by)
         in_all = f", by {total:g} in all" if len(self._taken_by) > 1 else ""
         entries = [change.entry for change in served]
         held = {"served": entries, "num_live": len(factors), "factor": factor}
-        return Taken(f"learning rates are multiplied by {factor:g}{in_all}: {told()}", undo, held=held)
+        result = f"learning rates are multiplied by {factor:g}{in_all}: {told()}"
+        return Taken(result, undo, held=held, settle=settle)
 
     def acts_on(self, thing: object) -> bool:
         """It needs what says so by its attributes."""
@@ -220,6 +225,21 @@ class _Factor(NamedTuple):
 
     def undo(self) -> None:
         self._replace(by=1 / self.by).make()
+
+    def keep_pace(self) -> None:
+        """Let the parameters move on by as much as they did, where momentum is a sum of gradients.
+
+        Such a sum, as SGD's and RMSprop's is, knows nothing of the rate by which it is multiplied. At a low
+        one it fills with gradients of one direction, as nothing moves, and at a higher one it would move all
+        by as many times more, at once. What follows is the sum that has the rate within, without what
+        Goyal et al. 2017 (arXiv:1706.02677, section 3) call momentum correction.
+        """
+        import torch
+
+        for state in cast(Any, self.optimizer).state.values():
+            momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
+            if isinstance(momentum, torch.Tensor):
+                momentum.mul_(self.by)
 
     def rates(self) -> list[float]:
         """Give those by which it steps."""
