@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["arrange", "factor_of", "listen", "scale"]
+__all__ = ["arrange", "factor_of", "listen", "scale", "unscale"]
 
 
 @dataclass(slots=True)
@@ -22,14 +22,19 @@ class _Scaled:
     """An optimizer's factor, and the hooks of its that apply it.
 
     Attributes:
-        factor: What its rates are multiplied by.
+        factors: What its rates are multiplied by, each until it is taken back.
         hooks: Before its step, and after it; None where there are none yet.
         held: By group the rate that was set and the scaled one, while it steps.
     """
 
-    factor: float = 1.0
+    factors: list[float] = field(default_factory=list)
     hooks: tuple[RemovableHandle, RemovableHandle] | None = None
     held: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def factor(self) -> float:
+        """Their product, to the bit whatever came and went before: a run that is resumed has the same."""
+        return math.prod(sorted(self.factors))
 
 
 _scaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Scaled] = weakref.WeakKeyDictionary()
@@ -43,15 +48,23 @@ def factor_of(optimizer: torch.optim.Optimizer) -> float:
 
 
 def scale(optimizer: torch.optim.Optimizer, by: float) -> None:
-    """Multiply an optimizer's factor, from its next step on; the inverse takes it back.
+    """Multiply an optimizer's learning rates, from its next step on, until `unscale`.
 
     In a hook of the optimizer, too: its own hooks, which torch goes through then, change in `arrange`.
     """
     listen()
+    _scaled.setdefault(optimizer, _Scaled()).factors.append(by)
+
+
+def unscale(optimizer: torch.optim.Optimizer, by: float) -> None:
+    """Take back what `scale` did.
+
+    Raises:
+        ValueError: If it did not, or that was taken back already.
+    """
     known = _scaled.setdefault(optimizer, _Scaled())
-    known.factor *= by
-    if math.isclose(known.factor, 1.0):
-        known.factor = 1.0
+    known.factors.remove(by)
+    if not known.factors:
         _put_back(optimizer, known)
 
 
@@ -74,7 +87,7 @@ def arrange(optimizer: torch.optim.Optimizer) -> None:
     if (known := _scaled.get(optimizer)) is None:
         return
     _put_back(optimizer, known)  # a step that raised has left them
-    if known.factor == 1.0:
+    if not known.factors:
         del _scaled[optimizer]
         for hook in known.hooks or ():
             hook.remove()

@@ -224,7 +224,9 @@ class _Factor(NamedTuple):
         scale(cast(Any, self.optimizer), self.by)
 
     def undo(self) -> None:
-        self._replace(by=1 / self.by).make()
+        from offbeat.local.lr_scale import unscale
+
+        unscale(cast(Any, self.optimizer), self.by)
 
     def keep_pace(self) -> None:
         """Let the parameters move on by as much as they did, where momentum is a sum of gradients.
@@ -232,13 +234,15 @@ class _Factor(NamedTuple):
         Such a sum, as SGD's and RMSprop's is, knows nothing of the rate by which it is multiplied. At a low
         one it fills with gradients of one direction, as nothing moves, and at a higher one it would move all
         by as many times more, at once. What follows is the sum that has the rate within, without what
-        Goyal et al. 2017 (arXiv:1706.02677, section 3) call momentum correction.
+        Goyal et al. 2017 (arXiv:1706.02677, section 3) call momentum correction. Others' momentum may be
+        another: Muon's size does not count.
         """
         import torch
 
-        for state in cast(Any, self.optimizer).state.values():
-            momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
-            if isinstance(momentum, torch.Tensor):
+        if not isinstance(self.optimizer, torch.optim.SGD | torch.optim.RMSprop):
+            return
+        for state in list(self.optimizer.state.values()):  # another thread may make its first step
+            if (momentum := state.get("momentum_buffer")) is not None:
                 momentum.mul_(self.by)
 
     def rates(self) -> list[float]:

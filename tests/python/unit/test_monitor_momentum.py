@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from offbeat import AsyncTrainingMonitor
+from offbeat.local import lr_scale
+from offbeat.local.lr_scale import factor_of
 
 ONE = pytest.mark.parametrize(
     "make",
@@ -76,17 +78,51 @@ def test_each_remedy_that_is_let_go_of_leaves_the_parameters_the_pace_that_they_
         lambda p: torch.optim.Adam(p, lr=1.0),
         lambda p: torch.optim.SGD(p, lr=1.0),
         lambda p: torch.optim.Adagrad(p, lr=1.0),
+        pytest.param(
+            lambda p: torch.optim.Muon([nn.Parameter(torch.stack([*p]))], lr=1.0),
+            marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and newer have it"),
+        ),
     ],
-    ids=["adam", "plain", "adagrad"],
+    ids=["adam", "plain", "adagrad", "muon"],
 )
 def test_moments_whose_size_does_not_count_stay(make):
-    live, step = pulled(make)
+    live, _ = pulled(make)
     monitor = cut(live)
-    step()
+    for group in live.param_groups:
+        for value in group["params"]:
+            value.grad = torch.ones_like(value)
+    live.step()
     before = copy.deepcopy(live.state_dict())
     monitor.reset()
-    after = live.state_dict()
-    assert str(after) == str(before)
+    assert str(live.state_dict()) == str(before)
+
+
+def test_momentum_that_cannot_be_scaled_costs_no_training_and_the_rate_is_whole(caplog):
+    live, step = pulled(lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9))
+    monitor = cut(live)
+    step()
+    for state in live.state.values():
+        with torch.inference_mode():
+            state["momentum_buffer"] = torch.ones(2, dtype=torch.float64)
+    monitor.reset()
+    assert factor_of(live) == 1.0
+    assert sum("what reduce_lr has led to meanwhile stays" in said for said in caplog.messages) == 10
+    assert "could not be taken back" not in caplog.text
+
+
+def test_a_rate_is_the_same_to_the_bit_whatever_came_and_went_before():
+    """As in a run that was resumed, which knows nothing of that."""
+    one, other = (pulled(lambda p: torch.optim.SGD(p, lr=1.0))[0] for _ in range(2))
+    for _ in range(3):
+        lr_scale.scale(one, 0.1)
+    for _ in range(2):
+        lr_scale.scale(one, 0.7)
+        lr_scale.unscale(one, 0.1)
+        lr_scale.scale(one, 0.1)
+        lr_scale.unscale(one, 0.7)
+    for _ in range(3):
+        lr_scale.scale(other, 0.1)
+    assert factor_of(one) == factor_of(other)
 
 
 def test_momentum_of_a_state_that_is_loaded_stays_as_it_was_saved():

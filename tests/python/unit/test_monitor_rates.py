@@ -181,7 +181,7 @@ def test_a_rate_that_a_remedy_lets_go_of_has_not_risen(closure, caplog):
     monitor = AsyncTrainingMonitor(model, ["gradient_norm"])
     lr_scale.scale(optimizer, 0.5)
     assert train(model, optimizer, [0.1] * 40, caplog, closure=closure) == []
-    lr_scale.scale(optimizer, 2.0)
+    lr_scale.unscale(optimizer, 0.5)
     assert train(model, optimizer, [0.1] * 10, caplog, closure=closure) == []
     assert len(train(model, optimizer, [0.2], caplog, closure=closure)) == 1
     monitor.close()
