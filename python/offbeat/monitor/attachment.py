@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat import log, trained_by
 from offbeat.local import lr_scale
 from offbeat.local.finite import not_finite
+from offbeat.monitor import step_hook
 from offbeat.monitor.buffer_guard import BufferGuard
 from offbeat.monitor.gradients import Gradients
 from offbeat.monitor.rising_rate import RisingRate
@@ -96,19 +96,12 @@ class Attachment:
         )
         self._buffers = BufferGuard(model, scaler) if may_drop else None  # none once this is closed
         trained_by.watch(model, self)
-        ours = weakref.ref(self)
-
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401  a step's
-            attachment = ours()
-            return None if attachment is None else attachment.before_step(optimizer, args, kwargs)
-
         lr_scale.listen()  # before the hook in which "reduce_lr" may be taken
-        handle = register_optimizer_step_pre_hook(before)
-        self._detach = weakref.finalize(self, handle.remove)
+        step_hook.ask(self)
 
     def close(self) -> None:
         """Hear no more."""
-        self._detach()
+        step_hook.ask_no_more(self)
         self.gradients.close()
         self._buffers = None
         if (model := self._model()) is not None:

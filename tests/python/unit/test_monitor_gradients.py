@@ -498,21 +498,60 @@ def test_clipping_scales_to_zclips_norm_once_an_alert_has_begun_it():
 # ------------------------------------------------------------------------------------------- hooks
 
 
-def test_a_monitor_that_nobody_keeps_leaves_no_hook_and_no_monitor():
+def test_a_monitor_that_nobody_keeps_is_gone_and_leaves_no_hook_but_one_for_all():
     from torch.optim import optimizer as hooks
 
-    lr_scale.listen()  # which stays for good
+    AsyncTrainingMonitor(net()).close()
     before = len(hooks._global_optimizer_pre_hooks)
     model = net()
     monitor = AsyncTrainingMonitor(model, MEASURED)
-    assert len(hooks._global_optimizer_pre_hooks) == before + 1
+    assert len(hooks._global_optimizer_pre_hooks) == before
     gone = weakref.ref(monitor)
     del monitor
     gc.collect()
     assert gone() is None
-    assert len(hooks._global_optimizer_pre_hooks) == before
     loss_of(model, 0).backward()
     sgd(model).step()
+
+
+@pytest.mark.parametrize("ends", ["is collected", "is closed"])
+@pytest.mark.parametrize("which", ["older", "newer"])
+def test_a_monitor_that_ends_within_a_step_costs_no_step(ends, which):
+    """As by the collector, which runs whenever Python likes, or by a callback of another's."""
+    model, others, heard = net(), [], []
+    monitor_of = net()
+    if which == "older":
+        others.append(AsyncTrainingMonitor(monitor_of, MEASURED))
+
+    def end(alert):
+        heard.append(alert)
+        if ends == "is closed":
+            others[0].close()
+        else:
+            others.clear()
+            gc.collect()
+
+    monitor = AsyncTrainingMonitor(model, MEASURED, callbacks=end)
+    if which == "newer":
+        others.append(AsyncTrainingMonitor(monitor_of, MEASURED))
+    optimizer = sgd(model)
+    for _ in range(2):
+        loss_of(model, 0).backward()
+        model[0].bias.grad[0] = math.nan
+        optimizer.step()
+    assert heard
+    monitor.close()
+
+
+def test_of_two_monitors_of_a_model_one_that_another_has_closed_in_a_step_judges_it_no_more():
+    model = net()
+    first = AsyncTrainingMonitor(model, MEASURED, callbacks=lambda _: second.close())
+    second = AsyncTrainingMonitor(model, MEASURED)
+    loss_of(model, 0).backward()
+    model[0].bias.grad[0] = math.nan
+    sgd(model).step()
+    assert first.report().num_alerts
+    assert not second.report().num_alerts
 
 
 def test_a_closed_monitor_hears_no_more():
@@ -612,7 +651,7 @@ def test_hooks_of_the_step_see_and_set_the_rate_that_is_not_reduced_whenever_the
     live.step()
     assert seen == pytest.approx([0.1 * 2**i for i in range(8)])
     assert live.rates == pytest.approx([0.1 * 4 / 2, 0.1 * 64 / 2])
-    lr_scale.scale(live, 2.0)
+    lr_scale.unscale(live, 0.5)
     live.step()
     assert live.rates[-1] == pytest.approx(0.1 * 1024)
 

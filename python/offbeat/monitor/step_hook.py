@@ -1,0 +1,52 @@
+"""One hook before each optimizer's step, for all who want one.
+
+Torch bears no change of its hooks while a step goes through them; and whoever has one may be closed within a
+step, by a callback, or be collected there, where nobody holds it any more. So this one is never taken back.
+"""
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Asked", "ask", "ask_no_more"]
+
+
+class Asked(Protocol):
+    """Who is asked before each step."""
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give other arguments for the step; None: they stay."""
+
+
+_asked: list[weakref.ref[Asked]] = []
+_hooks: list[RemovableHandle] = []
+
+
+def ask(who: Asked) -> None:
+    """Ask it before each step of any optimizer, as long as it is there, behind those asked already."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before))
+    _asked[:] = [one for one in _asked if one() is not None]
+    _asked.append(weakref.ref(who))
+
+
+def ask_no_more(who: Asked) -> None:
+    """Ask it no more; it may be asked no more already."""
+    _asked[:] = [one for one in _asked if one() is not who]
+
+
+def _before(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given = None
+    for reference in tuple(_asked):
+        who = reference() if reference in _asked else None  # another may have closed it just now
+        answer = None if who is None else who.before_step(optimizer, args, kwargs)
+        if answer is not None:
+            given = args, kwargs = answer
+    return given
