@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 
 __all__ = ["Attempts"]
 
+LEAST_PLACES = 2
+"""Without a loss in the range on any, so that it is not for what these are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
@@ -48,5 +51,11 @@ class Attempts:
         return self.is_well or self.num >= most
 
     def were_in_vain(self, most: int) -> bool:
-        """Tell whether no loss was in its range on any of them, `most` places of which are known."""
-        return not self.is_well and len(self.places) >= most > 0
+        """Tell whether no loss was in its range on any of them, as many as are tried.
+
+        Args:
+            most: How many: known places, each older than the one before. The last may be the one before once
+                more, where none older is kept; but one alone may have been astray already.
+        """
+        is_tried = self.num >= most > 0 and len(self.places) >= min(most, LEAST_PLACES)
+        return is_tried and not self.is_well

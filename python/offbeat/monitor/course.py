@@ -122,12 +122,8 @@ class Course:
                 elif (spell := self._judge.over) is not None:
                     self._recover(metric, judged[metric], detector.expected, spell, worker)
         if ends_all:  # now that all of this step has been judged
-            self._end_all()
+            self._judge.end_all()
         return tuple(raised)
-
-    def _end_all(self) -> None:
-        self.let_go()
-        self._judge.end_all()
 
     def count(self, *, is_used: bool, is_finite: bool = True) -> None:
         """Count a step's gradient, used or dropped; where none passes for long, see that one does."""
@@ -151,14 +147,14 @@ class Course:
             return
         elif metrics := self._judge.take_level():
             ends_all = self._is_slowed()  # which had nothing to slow, and would from now on
-            also = " what is in effect is let go of," if ends_all else ""
+            also = " what is in effect is let go of step by step," if ends_all else ""
             log.warn(
                 f"step {self._step}: no gradient has passed for {self._num_dropped_in_a_row} steps: what "
                 f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew,{also} and "
                 f"gradients are used meanwhile"
             )
             if ends_all:
-                self._end_all()
+                self._judge.end_all()
 
     def _words_of_long(self) -> str:
         """Say what helps where no gradient has passed for long."""
@@ -432,7 +428,7 @@ class Course:
         is_of_loss = self._judge.is_loss_out(within=num) or "loss" not in self._judge.detectors
         ends_all = self._judge.is_of_data or (is_of_loss and not self._judge.has_led_back)
         metrics = self._judge.take_level(also=self._judge.in_alert)
-        when = "" if ends_all else " in its time"
+        when = " step by step" if ends_all else " in its time"
         why = (
             "no loss was in the range on all that it went back to, so that it is the data and not the model"
             if self._judge.is_of_data
@@ -595,6 +591,8 @@ class Course:
             self._in_effect[begin : begin + 1] = [_InEffect(name, self._step, taken)]
             self.num_taken[name] += 1
             self.num_went_back += taken.goes_back
+        if name == "rollback" and (taken.is_done or place is None):  # else it did before, if not now
+            self._judge.may_lead_back(is_so=taken.is_done)
         return taken
 
     def _release(self, *, goes_on: bool = True) -> None:
@@ -602,8 +600,6 @@ class Course:
         is_undone = True
         try:
             result = effect.taken.undo()
-            if goes_on:
-                effect.taken.settle()
         except ClosedError as error:
             result = f"what it acted on has ended: {error}"
         except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
@@ -614,6 +610,14 @@ class Course:
             log.info("%s", release)
         else:
             log.warn(str(release))
+        if goes_on and is_undone:
+            self._settle(effect)
+
+    def _settle(self, effect: "_InEffect") -> None:
+        try:
+            effect.taken.settle()
+        except Exception as error:  # noqa: BLE001  of whatever it acts on; the run goes on
+            log.warn(f"step {self._step}: what {effect.name} has led to meanwhile stays: {_words(error)}")
 
 
 class _Learnt(NamedTuple):

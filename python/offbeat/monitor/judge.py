@@ -18,7 +18,7 @@ from offbeat.monitor.ladder import (
     Standing,
     after_alert,
     after_quiet,
-    ended,
+    as_anew,
     has_gone_back,
     has_more,
     has_waited,
@@ -107,7 +107,8 @@ class Judge:
     def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
         self.detectors = {metric: Detector(metric, threshold, Band(warm_up)) for metric in metrics}
         self.standing = Standing()
-        self._ladder = ladder
+        self._all_of_ladder = ladder
+        self._ladder = _beside_going_back(ladder)
         self._steps: dict[str | None, _Step] = {}
         self._quiet: Counter[str | None] = Counter()  # since the last alert, or a rung was let go of
         self._strikes: Counter[str | None] = Counter()  # since the newest rung was taken
@@ -120,6 +121,7 @@ class Judge:
         self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
         self._num_in_vain = 0  # alerts, as `num_in_vain` has them
+        self._is_ending = False  # all in effect is let go of soon
         self._is_of_data = False
         self._step = 0
         self._worker: str | None = None
@@ -138,22 +140,27 @@ class Judge:
         self._hold.see_step(worker, was_low=last.was_low)
         if self._hold.is_over(worker) and not self.standing.taken:
             self._let_go_of_limit()
-        if last.had_excess or not last.had_value_in_range:
+        if not last.had_excess and last.had_value_in_range:
+            self._see_quiet_step(worker, last)
+        elif not self._is_ending:
             return None
-        if "loss" not in self.detectors:
-            self._attempts = self._attempts.after_range()
-        if last.had_loss_in_range and not self.standing.taken:
-            self._hold.see_calm_step(worker)
         self._quiet[worker] += 1
         if self._quiet[worker] <= self.standing.quiet:
             return None
-        self.standing, released = after_quiet(self.standing, self._ladder)
+        self.standing, released = after_quiet(self.standing, self._ladder, is_soon=self._is_ending)
+        self._is_ending &= bool(self.standing.taken)
         if self.standing.quiet == 0:
             self._quiet.clear()
         if released is not None:
             self._hold.await_return()
             self._attempts = self._attempts if self.standing.taken else Attempts()
         return released
+
+    def _see_quiet_step(self, worker: str | None, step: _Step) -> None:
+        if "loss" not in self.detectors:
+            self._attempts = self._attempts.after_range()
+        if step.had_loss_in_range and not self.standing.taken:
+            self._hold.see_calm_step(worker)
 
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
@@ -216,7 +223,16 @@ class Judge:
         self._unusable.clear()
         self._attempts = self._attempts.after(place)
         self._levels.clear()  # which are not of this one: that it begins lower helps nothing
-        self._forget_losses()
+        for step in self._steps.values():
+            step.is_loss_out = False
+
+    def may_lead_back(self, *, is_so: bool) -> None:
+        """Hear whether it could be gone back.
+
+        What was gone back to is anew, and patience with what is beside it the same each time. Where there is
+        nothing to go back to, as no checkpoint was kept yet, that is as if it were alone.
+        """
+        self._ladder = _beside_going_back(self._all_of_ladder) if is_so else self._all_of_ladder
 
     @property
     def is_to_stay(self) -> bool:
@@ -233,8 +249,9 @@ class Judge:
         """Whether the alert that was climbed for last is of what is measured, and not of the model.
 
         No loss was in the range on all that was gone back to, as many checkpoints as are tried, each older
-        than the one before; and all was taken that there is: a burst of broken batches has ended by then. Of
-        another metric the range may be of a model that had collapsed, of which a sound one is out.
+        than the one before, or two if none older is kept; and all was taken that there is: a burst of broken
+        batches has ended by then. Of another metric the range may be of a model that had collapsed, of which
+        a sound one is out.
         """
         return self._is_of_data
 
@@ -340,6 +357,7 @@ class Judge:
         self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
+            self._is_ending = False
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
         self._is_of_data = self.is_loss_out() and is_astray and is_over
@@ -364,8 +382,13 @@ class Judge:
         self.standing = noted(self.standing)
 
     def await_fall(self, metric: Metric) -> bool:
-        """Begin anew to count alerts in vain where what is out of range has come down since; tell whether."""
-        if not self._has_fallen(metric, FALL_OF_LONG):
+        """Begin anew to count alerts in vain where what is out of range has come down since; tell whether.
+
+        Not where no loss was in its range on what was gone back to. That was kept while all was well, so that
+        it is most likely the data: and of that any rate learns, the lower the longer.
+        """
+        is_of_data = self._attempts.num > 0 and not self._attempts.is_well
+        if is_of_data or not self._has_fallen(metric, FALL_OF_LONG):
             return False
         self._note_levels()
         self._num_in_vain = 0
@@ -388,10 +411,6 @@ class Judge:
         step = self._steps.get(self._worker, _Step())
         return step.is_loss_out and step.loss_age <= within
 
-    def _forget_losses(self) -> None:
-        for step in self._steps.values():
-            step.is_loss_out = False
-
     def take_level(self, also: Collection[Metric] = ()) -> list[Metric]:
         """Learn the range anew of each metric whose last values are above it, and of some; give which.
 
@@ -401,7 +420,6 @@ class Judge:
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
             self._hold.forget_alerts()
-            self._forget_losses()
         self._levels.clear()
         self._num_in_vain = 0
         self.standing = replace(self.standing, strikes=0)
@@ -409,19 +427,20 @@ class Judge:
         return above
 
     def end_all(self) -> None:
-        """Take all rungs out of those in effect."""
+        """Let go soon of all that is in effect, one rung after the other, until one is to be taken."""
         self._strikes.clear()
         self._quiet.clear()
-        self._hold.await_return()
         self._levels.clear()
         self._num_in_vain = 0
         self._attempts = Attempts()
-        self.standing = ended(self.standing)
+        self.standing = as_anew(self.standing)
+        self._is_ending = bool(self.standing.taken)
 
     def end(self, place: int) -> None:
         """Take a rung out of those in effect, by its place: somebody else has ended it."""
         taken = self.standing.taken
         self.standing = replace(self.standing, taken=(*taken[:place], *taken[place + 1 :]))
+        self._is_ending &= bool(self.standing.taken)
 
     def _let_go_of_limit(self) -> None:
         self._hold.end()
@@ -439,6 +458,8 @@ class Judge:
             "attempts": asdict(self._attempts),
             "levels": dict(self._levels),
             "num_in_vain": self._num_in_vain,
+            "is_ending": self._is_ending,
+            "leads_back": self._ladder != self._all_of_ladder,
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -464,6 +485,8 @@ class Judge:
         self._hold.load(state.get("hold", {}))  # likewise
         self._levels = dict(state.get("levels", {}))  # likewise
         self._num_in_vain = int(state.get("num_in_vain", 0))  # likewise
+        self._is_ending = bool(state.get("is_ending", False))  # likewise
+        self.may_lead_back(is_so=bool(state.get("leads_back", True)))  # likewise
         attempts = state.get("attempts", {})  # likewise
         self._attempts = Attempts(**{**attempts, "places": tuple(attempts.get("places", ()))})
 
@@ -483,6 +506,12 @@ class Judge:
         losses, self._losses = self._losses, []
         mean = sum(losses) / len(losses)
         return sum((loss - mean) ** 2 for loss in losses) / len(losses)
+
+
+def _beside_going_back(ladder: Ladder) -> Ladder:
+    """Give it with the same patience each time where the last rung mends what was gone back to."""
+    is_beside = ladder.back is not None and ladder.num_rungs - 1 in ladder.mending
+    return replace(ladder, growth=None) if is_beside else ladder
 
 
 def _detector(state: Mapping[str, Any], *, threshold: float) -> Detector:

@@ -11,7 +11,7 @@ __all__ = [
     "Standing",
     "after_alert",
     "after_quiet",
-    "ended",
+    "as_anew",
     "has_gone_back",
     "has_more",
     "has_waited",
@@ -24,6 +24,10 @@ __all__ = [
 
 MOST_DOUBLINGS = 6
 """Of the quiet time: 64 times as long at most."""
+
+SOON = 5
+"""Steps from one rung to the next where all are let go of soon: a rate that was cut ten times is whole after
+50. A thousand times what it was, at once, ends runs whose data has changed, as one without a warm-up does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +193,24 @@ def noted(standing: Standing) -> Standing:
     return replace(standing, quiet=0)
 
 
-def ended(standing: Standing) -> Standing:
-    """Take all rungs out of those in effect."""
-    return Standing(relapses=standing.relapses, has_let_go=True)
+def as_anew(standing: Standing) -> Standing:
+    """Give what was taken the time that it had when the newest was: what has come since was for nothing."""
+    return Standing(taken=standing.taken, relapses=standing.relapses, has_let_go=True)
 
 
-def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:
+def after_quiet(standing: Standing, ladder: Ladder, *, is_soon: bool = False) -> tuple[Standing, int | None]:
     """Take a step in the range into account.
+
+    Args:
+        standing: Before it.
+        ladder: The remedies.
+        is_soon: All are let go of soon, be a step in the range or not.
 
     Returns:
         The new standing, and the rung to let go of now: the newest; None where there is none.
     """
     quiet = standing.quiet + 1
-    if quiet < ladder.quiet_steps * 2**standing.relapses:
+    if quiet < (SOON if is_soon else ladder.quiet_steps * 2**standing.relapses):
         return replace(standing, quiet=quiet), None
     if standing.taken:
         *rest, newest = standing.taken

@@ -88,7 +88,8 @@ class AsyncTrainingMonitor:
             live optimizer's while it steps, beside any scheduler; a server's for all workers; not once more
             where parameters are not finite already. After 100 steps with an alert that is finite since it was
             taken as often as it may be (or eight times `patience`, if that is more, but behind "rollback"),
-            in which the metric has not fallen by a tenth, its level is taken for usual. "quarantine"
+            in which the metric has not fallen by a tenth (or no loss was in its range since it was gone
+            back), its level is taken for usual. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
             observed by their names, fewer than half. "rollback" goes back to
             the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
@@ -190,7 +191,7 @@ class AsyncTrainingMonitor:
             patience,
             quiet_steps,
             last.repeats,
-            last.growth if back is None or not last.is_mending else None,  # what was gone back to is anew
+            last.growth,
             back=back,
             most_back=0 if back is None else settings.remedies[back].repeats,
             mending=frozenset(n for n, remedy in enumerate(settings.remedies) if remedy.is_mending),

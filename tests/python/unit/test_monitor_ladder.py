@@ -383,14 +383,19 @@ def test_of_what_no_loss_is_in_the_range_it_is_gone_back_from_thrice_and_in_the_
     if num_more:
         assert made.take_level() == ["loss"]
         made.end_all()
+        num_taken, released = len(made.standing.taken), []
+        for step in range(30, 30 + 5 * num_taken + 1):
+            released += [step] if made.begin(step) is not None else []
+            made.see("loss", 99.0)
+        assert released == [29 + 5 * n for n in range(1, num_taken + 1)], "be a step in the range or not"
         assert made.standing.taken == ()
         made.went_back()
         assert not made.is_to_stay, "it counts anew"
-        for step in range(30, 40):
+        for step in range(100, 110):
             assert feed(made, step, 99.0)[0] is None
 
 
-@pytest.mark.parametrize("places", [[40, 40, 40], [40, 50, 60], [40, 30, 30], [None, None, None]])
+@pytest.mark.parametrize("places", [[40, 40, 40], [40, 50, 60], [40, None, 50], [None, None, None]])
 def test_what_was_gone_back_to_says_nothing_of_the_data_where_it_is_not_older_each_time(places):
     ladder = Ladder(2, patience=1, quiet_steps=50, repeats=3, back=0, most_back=3, mending=frozenset({1}))
     made = Judge(["loss"], ladder, threshold=0.5, warm_up=5)

@@ -36,6 +36,10 @@ def watched(metrics=("loss",), *, ladder="reduce_lr", thing=None, **keywords):
     ), live
 
 
+COMES_BACK = [0.5 ** (10 - n // 5) for n in range(50)]
+"""What a rate that was cut ten times is multiplied by from step to step."""
+
+
 def learnt(monitor):
     """Give the alerts that say so."""
     return [alert for alert in monitor.report().alerts if "is taken for usual" in alert.result]
@@ -62,7 +66,8 @@ def test_a_level_that_stays_after_all_cuts_of_the_rate_is_taken_for_usual():
     assert learnt.step == all_taken + 100
     assert "100 more steps have had an alert in spite of all that there is" in learnt.result
     assert set(rates[: all_taken + 100]) == {0.5**n for n in range(11)}
-    assert set(rates[all_taken + 100 :]) == {1.0}
+    assert rates[all_taken + 100 : all_taken + 150] == COMES_BACK
+    assert set(rates[all_taken + 150 :]) == {1.0}
     assert monitor.in_effect == ()
     assert monitor.observe(600, loss=9.0) == ()
     (alert,) = monitor.observe(601, loss=90.0)
@@ -114,9 +119,9 @@ def test_a_level_that_comes_down_after_all_cuts_of_the_rate_is_given_time(how):
 def behind_a_rollback(loss_after, num_steps=400):
     """Observe losses from step 30 on, each by how long ago it was gone back, and the one before.
 
-    There are two checkpoints, and so nothing says of three that it is the data.
+    There is one checkpoint, and so nothing says of several that it is the data.
     """
-    thing = Steps(newest=20)
+    thing = Steps(newest=10)
     monitor, live = watched(ladder=["rollback", "reduce_lr"], thing=thing)
     rates, loss, went_at = [], 1.0, 30
     for step in range(30):
@@ -128,22 +133,44 @@ def behind_a_rollback(loss_after, num_steps=400):
         monitor.observe(step, loss=loss)
         went_at = step if len(thing.went) > num_went else went_at
         rates.append(factor_of(live))
-    assert thing.went[0] == 20
-    assert set(thing.went) <= {10, 20}
+    assert set(thing.went) == {10}
     all_taken = rates.index(0.5**10)
     return monitor, rates, [alert.step - 30 - all_taken for alert in learnt(monitor)]
 
 
+def falling(since, loss):
+    return max(loss * 0.995, 5.0) if since > 2 else 50.0
+
+
 def test_behind_a_rollback_too_a_level_that_comes_down_is_given_time():
-    _, rates, found = behind_a_rollback(
-        lambda since, loss: max(loss * 0.995, 5.0) if since > 2 else 50.0, 1000
-    )
-    assert found[0] % 100 == 0
+    _, rates, found = behind_a_rollback(lambda since, loss: 1.0 if since == 1 else falling(since, loss), 1000)
+    assert found[0] % 100 == 1  # of which one was in the range
     assert found[0] >= 400, "it falls to 5 in 460 steps"
-    assert rates[-1] == 1.0
+    assert set(rates[-300:]) == {0.5**10}
 
 
-def test_behind_a_rollback_a_level_that_stays_is_learnt_and_the_rate_is_whole_at_once():
+def test_where_no_loss_was_in_the_range_behind_a_rollback_it_is_given_none():
+    """So that data which changed is not learnt for long at a thousandth of the rate."""
+    _, rates, found = behind_a_rollback(falling, 1000)
+    assert found == [100]
+    assert set(rates[-700:]) == {1.0}
+
+
+@pytest.mark.parametrize(("newest", "after"), [(10, 100), (20, 2), (30, 2), (200, 2)])
+def test_a_loss_in_the_range_on_none_of_two_checkpoints_or_more_is_the_data_s(newest, after):
+    thing = Steps(newest=newest)
+    monitor, live = watched(ladder=["rollback", "reduce_lr"], thing=thing)
+    rates = []
+    for step in range(400):
+        thing.began_step = step
+        monitor.observe(step, loss=1.0 if step < 60 else 9.0)
+        rates.append(factor_of(live))
+    (alert,) = learnt(monitor)
+    assert ("it is the data" in alert.result) == (after == 2)
+    assert alert.step == rates.index(0.5**10) + after
+
+
+def test_behind_a_rollback_a_level_that_stays_is_learnt_and_the_rate_is_whole_soon():
     _, rates, found = behind_a_rollback(lambda since, loss: 50.0)
     assert found == [100]
     assert set(rates[-200:]) == {1.0}
@@ -171,8 +198,11 @@ def test_alerts_of_what_is_not_finite_say_nothing_of_a_level():
         (alert,) = monitor.observe(step, loss=9.0)
         assert "usual" not in alert.result or "in vain" in alert.result
     assert factor_of(live) == 0.5**10
-    monitor.observe(499, loss=9.0)
-    assert factor_of(live) == 1.0
+    rates = []
+    for step in range(499, 550):
+        monitor.observe(step, loss=9.0)
+        rates.append(factor_of(live))
+    assert rates == [*COMES_BACK, 1.0]
 
 
 # ------------------------------------------------------------------------------------- several metrics
@@ -188,11 +218,13 @@ def test_of_two_metrics_in_a_step_one_is_learnt_anew_and_the_other_begins_nothin
         value = 9.0 if step >= 40 else 1.0
         monitor.observe(step, loss=value, gradient_norm=value)
         in_effect.append(monitor.in_effect)
-    first = next(step for step in range(41, 300) if in_effect[step] == ())
+    first = next(step for step in range(41, 300) if in_effect[step] == ()) - 5 * 11
     (learnt,) = (alert for alert in monitor.report().alerts if "taken for usual" in alert.result)
     assert learnt.step == first
     assert "what loss and gradient_norm is now is taken for usual" in learnt.result
-    assert set(in_effect[first:]) == {()}
+    assert set(in_effect[first + 5 * 11 :]) == {()}
+    nums = [len(names) for names in in_effect[first:]]
+    assert nums == sorted(nums, reverse=True), "nothing is taken meanwhile"
 
 
 @pytest.mark.parametrize("ladder", ["reduce_lr", ["rollback", "reduce_lr"]])
@@ -375,7 +407,9 @@ def test_what_was_cut_while_no_gradient_passed_is_whole_again_when_one_does():
         values.append(model[0].bias.detach().clone())
     assert rates[258] < 0.01
     assert torch.equal(values[60], values[259])
-    assert set(rates[259:]) == {1.0}
+    num_cuts = round(-math.log2(rates[258]))
+    assert rates[259 : 259 + 5 * num_cuts] == COMES_BACK[-5 * num_cuts :]
+    assert set(rates[259 + 5 * num_cuts :]) == {1.0}
     assert monitor.in_effect == ()
     assert not torch.equal(values[260], values[261])
 

@@ -1,6 +1,7 @@
 """The remedy "rollback" of a `FaultTolerantTrainer`'s run: where it leads, and what is said of it."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -511,6 +512,44 @@ def test_what_cannot_be_asked_whether_it_goes_back_costs_no_other_remedy_and_no_
             assert monitor.in_effect == ("rollback", *["reduce_lr"] * 4)
     assert monitor.in_effect == ()
     assert thing.num_calls == 1
+
+
+class KeepsNothing(Steps):
+    def checkpoint_steps(self):
+        return []
+
+    def rollback(self, step=None):
+        raise ConfigError("there is no checkpoint yet")
+
+
+def cut_at(thing, ladder, *, ends_at=None):
+    """Give the steps at which the rate was cut, of alerts from step 30 on; from one on in another process."""
+    live = torch.optim.SGD(net().parameters(), lr=1.0)
+    acts_on = [live] if thing is None else [thing, live]
+    given = {"patience": 2, "warm_up": 10, "acts_on": acts_on, "remediation_strategy": ladder}
+    monitor, cuts = AsyncTrainingMonitor(**given), []
+    for step in range(300):
+        if step == ends_at:
+            state = monitor.state_dict()
+            monitor.close()
+            monitor = AsyncTrainingMonitor(**given)
+            monitor.load_state_dict(state)
+        if thing is not None:
+            thing.began_step = step
+        alerts = monitor.observe(step, loss=9.0 if step >= 30 else 1.0)
+        cuts += [step for alert in alerts if alert.is_taken and alert.action == "reduce_lr"]
+    return cuts
+
+
+@pytest.mark.parametrize("ends_at", [None, 31, 45])
+def test_a_rate_beside_a_rollback_that_finds_no_checkpoint_is_cut_no_sooner_than_alone(ends_at):
+    """Else a run that has none yet is at a thousandth of its rate when a fault has barely begun."""
+    alone = cut_at(None, ["reduce_lr"])
+    cuts = cut_at(KeepsNothing(), ["rollback", "reduce_lr"], ends_at=ends_at)
+    assert len(cuts) == len(alone) == 10
+    assert [step - cuts[0] for step in cuts] == [step - alone[0] for step in alone]
+    kept = cut_at(Steps(), ["rollback", "reduce_lr"], ends_at=ends_at)
+    assert [later - step for step, later in itertools.pairwise(kept)] == [2] * 9
 
 
 def test_where_what_was_gone_to_is_no_longer_kept_it_is_gone_to_what_is():
