@@ -34,7 +34,7 @@ class _Scaled:
     @property
     def factor(self) -> float:
         """Their product, to the bit whatever came and went before: a run that is resumed has the same."""
-        return math.prod(sorted(self.factors))
+        return math.prod(sorted(self.factors), start=1.0)
 
 
 _scaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Scaled] = weakref.WeakKeyDictionary()

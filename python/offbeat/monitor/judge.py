@@ -27,6 +27,7 @@ from offbeat.monitor.ladder import (
     may_go_back,
     noted,
     until_again,
+    without_newest,
 )
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.spell import QUIET_VALUES, Spell
@@ -42,6 +43,10 @@ LEAST_FALL = 0.01
 
 FALL_OF_LONG = 0.1
 """Likewise, in the hundred steps or so after all was taken: less may be noise."""
+
+SOON = 5
+"""Steps from one rung to the next where all are let go of soon: a rate that was cut ten times is whole after
+50. A thousand times what it was, at once, ends runs whose data has changed, as one without a warm-up does."""
 
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
@@ -122,6 +127,8 @@ class Judge:
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
         self._num_in_vain = 0  # alerts, as `num_in_vain` has them
         self._is_ending = False  # all in effect is let go of soon
+        self._ending: Counter[str | None] = Counter()  # steps since then
+        self._num_ended = 0  # rungs, since then
         self._is_of_data = False
         self._step = 0
         self._worker: str | None = None
@@ -140,27 +147,42 @@ class Judge:
         self._hold.see_step(worker, was_low=last.was_low)
         if self._hold.is_over(worker) and not self.standing.taken:
             self._let_go_of_limit()
-        if not last.had_excess and last.had_value_in_range:
-            self._see_quiet_step(worker, last)
-        elif not self._is_ending:
-            return None
-        self._quiet[worker] += 1
-        if self._quiet[worker] <= self.standing.quiet:
-            return None
-        self.standing, released = after_quiet(self.standing, self._ladder, is_soon=self._is_ending)
-        self._is_ending &= bool(self.standing.taken)
-        if self.standing.quiet == 0:
-            self._quiet.clear()
+        is_quiet = not last.had_excess and last.had_value_in_range
+        released = self._see_quiet_step(worker, last) if is_quiet else None
+        if self._is_ending:
+            released = self._end_newest(worker)
         if released is not None:
             self._hold.await_return()
             self._attempts = self._attempts if self.standing.taken else Attempts()
         return released
 
-    def _see_quiet_step(self, worker: str | None, step: _Step) -> None:
+    def _end_newest(self, worker: str | None) -> int | None:
+        """Give the rung that is let go of with this step, whatever was in it or was not."""
+        self._ending[worker] += 1
+        if self._ending[worker] // SOON <= self._num_ended:
+            return None
+        self._num_ended += 1
+        newest = self.standing.taken[-1]
+        self.standing = without_newest(self.standing)
+        self._is_ending &= bool(self.standing.taken)
+        return newest
+
+    def _see_quiet_step(self, worker: str | None, step: _Step) -> int | None:
+        """Count a step in the range; give the rung that is let go of for that."""
         if "loss" not in self.detectors:
             self._attempts = self._attempts.after_range()
         if step.had_loss_in_range and not self.standing.taken:
             self._hold.see_calm_step(worker)
+        self._quiet[worker] += 1
+        if self._quiet[worker] <= self.standing.quiet:
+            return None
+        if self._is_ending:
+            self.standing = replace(self.standing, quiet=self.standing.quiet + 1)
+            return None
+        self.standing, released = after_quiet(self.standing, self._ladder)
+        if self.standing.quiet == 0:
+            self._quiet.clear()
+        return released
 
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
@@ -435,6 +457,8 @@ class Judge:
         self._attempts = Attempts()
         self.standing = as_anew(self.standing)
         self._is_ending = bool(self.standing.taken)
+        self._ending.clear()
+        self._num_ended = 0
 
     def end(self, place: int) -> None:
         """Take a rung out of those in effect, by its place: somebody else has ended it."""
@@ -459,6 +483,8 @@ class Judge:
             "levels": dict(self._levels),
             "num_in_vain": self._num_in_vain,
             "is_ending": self._is_ending,
+            "ending": list(self._ending.items()),
+            "num_ended": self._num_ended,
             "leads_back": self._ladder != self._all_of_ladder,
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
@@ -486,6 +512,7 @@ class Judge:
         self._levels = dict(state.get("levels", {}))  # likewise
         self._num_in_vain = int(state.get("num_in_vain", 0))  # likewise
         self._is_ending = bool(state.get("is_ending", False))  # likewise
+        self._ending, self._num_ended = Counter(dict(state.get("ending", ()))), state.get("num_ended", 0)
         self.may_lead_back(is_so=bool(state.get("leads_back", True)))  # likewise
         attempts = state.get("attempts", {})  # likewise
         self._attempts = Attempts(**{**attempts, "places": tuple(attempts.get("places", ()))})

@@ -20,14 +20,11 @@ __all__ = [
     "may_go_back",
     "noted",
     "until_again",
+    "without_newest",
 ]
 
 MOST_DOUBLINGS = 6
 """Of the quiet time: 64 times as long at most."""
-
-SOON = 5
-"""Steps from one rung to the next where all are let go of soon: a rate that was cut ten times is whole after
-50. A thousand times what it was, at once, ends runs whose data has changed, as one without a warm-up does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +195,19 @@ def as_anew(standing: Standing) -> Standing:
     return Standing(taken=standing.taken, relapses=standing.relapses, has_let_go=True)
 
 
-def after_quiet(standing: Standing, ladder: Ladder, *, is_soon: bool = False) -> tuple[Standing, int | None]:
-    """Take a step in the range into account.
+def without_newest(standing: Standing) -> Standing:
+    """Take the newest rung out, whatever else it has come to."""
+    return replace(standing, taken=standing.taken[:-1], has_let_go=True)
 
-    Args:
-        standing: Before it.
-        ladder: The remedies.
-        is_soon: All are let go of soon, be a step in the range or not.
+
+def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:
+    """Take a step in the range into account.
 
     Returns:
         The new standing, and the rung to let go of now: the newest; None where there is none.
     """
     quiet = standing.quiet + 1
-    if quiet < (SOON if is_soon else ladder.quiet_steps * 2**standing.relapses):
+    if quiet < ladder.quiet_steps * 2**standing.relapses:
         return replace(standing, quiet=quiet), None
     if standing.taken:
         *rest, newest = standing.taken

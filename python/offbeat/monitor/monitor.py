@@ -87,7 +87,7 @@ class AsyncTrainingMonitor:
             when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
             live optimizer's while it steps, beside any scheduler; a server's for all workers; not once more
             where parameters are not finite already. After 100 steps with an alert that is finite since it was
-            taken as often as it may be (or eight times `patience`, if that is more, but behind "rollback"),
+            taken as often as it may be (or eight times `patience`, if that is more and it was not gone back),
             in which the metric has not fallen by a tenth (or no loss was in its range since it was gone
             back), its level is taken for usual. "quarantine"
             leaves out the worker whose metric it was, which goes on being measured; of several that are
@@ -111,8 +111,8 @@ class AsyncTrainingMonitor:
             more.
         patience: Steps with an alert that a remedy is given before the next one is taken. What does more each
             time, as "reduce_lr", has twice as many each time from the fourth on, eight times as many at most,
-            and as many again while the metric falls, but behind "rollback"; "pause" has twice as many each
-            time.
+            and as many again while the metric falls, but behind a "rollback" that went back; "pause" has twice
+            as many each time.
         quiet_steps: Steps within all ranges (of several workers, of the one that has made most) after which
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
             that a remedy had to be taken again. From an alert of the loss on its limit goes no higher, until

@@ -4,6 +4,7 @@ Torch bears no change of its hooks while a step goes through them; and whoever h
 step, by a callback, or be collected there, where nobody holds it any more. So this one is never taken back.
 """
 
+import threading
 import weakref
 from typing import Any, Protocol
 
@@ -25,19 +26,21 @@ class Asked(Protocol):
 
 _asked: list[weakref.ref[Asked]] = []
 _hooks: list[RemovableHandle] = []
+_lock = threading.Lock()
 
 
 def ask(who: Asked) -> None:
     """Ask it before each step of any optimizer, as long as it is there, behind those asked already."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before))
-    _asked[:] = [one for one in _asked if one() is not None]
-    _asked.append(weakref.ref(who))
+    with _lock:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before))
+        _asked[:] = [*(one for one in _asked if one() is not None), weakref.ref(who)]
 
 
 def ask_no_more(who: Asked) -> None:
     """Ask it no more; it may be asked no more already."""
-    _asked[:] = [one for one in _asked if one() is not who]
+    with _lock:
+        _asked[:] = [one for one in _asked if one() is not who]
 
 
 def _before(

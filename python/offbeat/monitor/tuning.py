@@ -234,15 +234,15 @@ class _Factor(NamedTuple):
         Such a sum, as SGD's and RMSprop's is, knows nothing of the rate by which it is multiplied. At a low
         one it fills with gradients of one direction, as nothing moves, and at a higher one it would move all
         by as many times more, at once. What follows is the sum that has the rate within, without what
-        Goyal et al. 2017 (arXiv:1706.02677, section 3) call momentum correction. Others' momentum may be
-        another: Muon's size does not count.
+        Goyal et al. 2017 (arXiv:1706.02677, section 3) call momentum correction. Of Muon's the size does not
+        count, whoever's class it is.
         """
-        import torch
-
-        if not isinstance(self.optimizer, torch.optim.SGD | torch.optim.RMSprop):
+        if any("muon" in kind.__name__.lower() for kind in type(self.optimizer).__mro__):
             return
-        for state in list(self.optimizer.state.values()):  # another thread may make its first step
-            if (momentum := state.get("momentum_buffer")) is not None:
+        states = list(getattr(self.optimizer, "state", {}).values())  # another thread may make its first step
+        for state in states:
+            momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
+            if momentum is not None:
                 momentum.mul_(self.by)
 
     def rates(self) -> list[float]:

@@ -1,5 +1,6 @@
 """When a level that is out of its range is taken for usual, and what is done while it is not."""
 
+import itertools
 import math
 
 import pytest
@@ -26,13 +27,13 @@ class Steps:
         return step
 
 
-def watched(metrics=("loss",), *, ladder="reduce_lr", thing=None, **keywords):
+def watched(metrics=("loss",), *, ladder="reduce_lr", thing=None, model=None, **keywords):
     """Make a monitor of a rate, and, before it on the ladder, of something that goes back."""
     live = torch.optim.SGD(net().parameters(), lr=1.0)
     acts_on = [live, thing] if thing is not None else live
     given = {"patience": 2, "warm_up": 10, "quiet_steps": 1000, **keywords}
     return AsyncTrainingMonitor(
-        None, list(metrics), remediation_strategy=ladder, acts_on=acts_on, **given
+        model, list(metrics), remediation_strategy=ladder, acts_on=acts_on, **given
     ), live
 
 
@@ -438,3 +439,79 @@ def test_a_pause_is_taken_again_where_the_metric_falls_too_and_in_the_end_that_i
         in_vain += [step - 60 for alert in alerts if "in vain" in alert.result]
     assert taken == [2 * (2**n - 1) for n in range(10)]
     assert in_vain == [taken[-1] + 1]
+
+
+# ------------------------------------------------------------------------------- while what is in effect ends
+
+
+def ending(
+    metrics=("loss",), *, ladder=("reduce_lr",), thing=None, workers=(None,), left_out=None, **keywords
+):
+    """Make a monitor that has just learnt a level; give it, the optimizer, and the step that comes next."""
+    monitor, live = watched(metrics, ladder=list(ladder), thing=thing, **keywords)
+    for step in range(2000):
+        for worker in workers:
+            loss = 1.0 if step < 40 else 9.0
+            if left_out is not None and worker == left_out[0] and step >= 20:
+                loss = left_out[1]
+            if hasattr(thing, "began_step"):
+                thing.began_step = step
+            monitor.observe(step, worker=worker, loss=loss)
+        if learnt(monitor):
+            return monitor, live, step + 1
+    raise AssertionError("no level was learnt")
+
+
+class LeavesOut:
+    """Leaves workers out."""
+
+    def quarantine(self, worker_id):
+        pass
+
+    def release(self, worker_id):
+        pass
+
+
+@pytest.mark.parametrize("of_left_out", [9.0, 1e9, math.nan])
+def test_a_worker_that_is_left_out_holds_up_nothing_that_is_let_go_of(of_left_out):
+    workers = ("a", "b", "c", "d")
+    given = {"ladder": ["quarantine", "reduce_lr"], "thing": LeavesOut(), "workers": workers}
+    monitor, live, begin = ending(left_out=("d", of_left_out), **given)
+    for step in range(begin, begin + 60):
+        for worker in workers:
+            monitor.observe(step, worker=worker, loss=of_left_out if worker == "d" else 9.0)
+    assert factor_of(live) == 1.0
+
+
+@pytest.mark.parametrize("workers", [("a",), ("a", "b", "c", "d"), tuple("abcdefghijklmnop")])
+def test_however_many_workers_there_are_one_is_let_go_of_each_five_steps(workers):
+    monitor, live, begin = ending(workers=workers)
+    rates = []
+    for step in range(begin, begin + 60):
+        for worker in workers:
+            monitor.observe(step, worker=worker, loss=9.0)
+        rates.append(factor_of(live))
+    changes = [n for n in range(1, 60) if rates[n] != rates[n - 1]]
+    assert len(changes) == 10
+    assert {later - one for one, later in itertools.pairwise(changes)} == {5}
+
+
+def test_alerts_that_take_nothing_hold_up_nothing_that_is_let_go_of():
+    monitor, live, begin = ending(patience=20)
+    for step in range(begin, begin + 50):
+        monitor.observe(step, loss=math.nan if step % 4 == 0 else 9.0)
+    assert monitor.report().num_alerts["loss"] > 100
+    assert factor_of(live) == 1.0
+
+
+def test_a_step_with_an_alert_while_all_is_let_go_of_is_none_in_the_range():
+    """So that a model which is lost then is brought back once, and no further for what a worker has still."""
+    thing, model = Steps(), net()
+    monitor, _, begin = ending(ladder=["rollback", "reduce_lr"], thing=thing, model=model)
+    num_went = len(thing.went)
+    for step in range(begin, begin + 22):
+        thing.began_step = step
+        if step == begin + 20:
+            model[0].weight.data.fill_(math.nan)
+        monitor.observe(step, loss=9.0 if step < begin + 20 else math.nan)
+    assert len(thing.went) == num_went + 1
