@@ -111,8 +111,8 @@ class AsyncTrainingMonitor:
             more.
         patience: Steps with an alert that a remedy is given before the next one is taken. What does more each
             time, as "reduce_lr", has twice as many each time from the fourth on, eight times as many at most,
-            and as many again while the metric falls, but behind a "rollback" that went back; "pause" has twice
-            as many each time.
+            and as many again while the metric falls, but behind a "rollback" that went back; "pause" has
+            twice as many each time.
         quiet_steps: Steps within all ranges (of several workers, of the one that has made most) after which
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
             that a remedy had to be taken again. From an alert of the loss on its limit goes no higher, until
