@@ -158,13 +158,17 @@ class Judge:
 
     def _end_newest(self, worker: str | None) -> int | None:
         """Give the rung that is let go of with this step, whatever was in it or was not."""
-        self._ending[worker] += 1
-        if self._ending[worker] // SOON <= self._num_ended:
+        # One that is new, or slow, goes on from the last: else who comes and goes would never get on.
+        self._ending[worker] = max(self._ending[worker], SOON * self._num_ended - 1) + 1
+        if self._ending[worker] < SOON * (self._num_ended + 1):
             return None
         self._num_ended += 1
         newest = self.standing.taken[-1]
         self.standing = without_newest(self.standing)
-        self._is_ending &= bool(self.standing.taken)
+        self._strikes.clear()
+        if not self.standing.taken:
+            self._is_ending = False
+            self._quiet.clear()
         return newest
 
     def _see_quiet_step(self, worker: str | None, step: _Step) -> int | None:
@@ -444,6 +448,7 @@ class Judge:
             self._hold.forget_alerts()
         self._levels.clear()
         self._num_in_vain = 0
+        self._is_ending = False
         self.standing = replace(self.standing, strikes=0)
         self._strikes.clear()
         return above

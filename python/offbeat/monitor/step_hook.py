@@ -4,7 +4,7 @@ Torch bears no change of its hooks while a step goes through them; and whoever h
 step, by a callback, or be collected there, where nobody holds it any more. So this one is never taken back.
 """
 
-import threading
+import contextlib
 import weakref
 from typing import Any, Protocol
 
@@ -26,21 +26,26 @@ class Asked(Protocol):
 
 _asked: list[weakref.ref[Asked]] = []
 _hooks: list[RemovableHandle] = []
-_lock = threading.Lock()
 
 
 def ask(who: Asked) -> None:
     """Ask it before each step of any optimizer, as long as it is there, behind those asked already."""
-    with _lock:
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before))
-        _asked[:] = [*(one for one in _asked if one() is not None), weakref.ref(who)]
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before))
+    for gone in [one for one in _asked if one() is None]:
+        _leave(gone)
+    _asked.append(weakref.ref(who))
 
 
 def ask_no_more(who: Asked) -> None:
     """Ask it no more; it may be asked no more already."""
-    with _lock:
-        _asked[:] = [one for one in _asked if one() is not who]
+    _leave(weakref.ref(who))
+
+
+def _leave(reference: weakref.ref[Asked]) -> None:
+    """Take it out in one go: another thread, or the collector, may change the list meanwhile."""
+    with contextlib.suppress(ValueError):
+        _asked.remove(reference)
 
 
 def _before(

@@ -237,12 +237,14 @@ class _Factor(NamedTuple):
         Goyal et al. 2017 (arXiv:1706.02677, section 3) call momentum correction. Of Muon's the size does not
         count, whoever's class it is.
         """
+        import torch
+
         if any("muon" in kind.__name__.lower() for kind in type(self.optimizer).__mro__):
             return
         states = list(getattr(self.optimizer, "state", {}).values())  # another thread may make its first step
         for state in states:
             momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
-            if momentum is not None:
+            if isinstance(momentum, torch.Tensor):
                 momentum.mul_(self.by)
 
     def rates(self) -> list[float]:

@@ -496,12 +496,36 @@ def test_however_many_workers_there_are_one_is_let_go_of_each_five_steps(workers
     assert {later - one for one, later in itertools.pairwise(changes)} == {5}
 
 
-def test_alerts_that_take_nothing_hold_up_nothing_that_is_let_go_of():
-    monitor, live, begin = ending(patience=20)
+@pytest.mark.parametrize(("patience", "every"), [(3, 4), (5, 2), (5, 4), (5, 10), (20, 4)])
+def test_alerts_that_take_nothing_hold_up_nothing_that_is_let_go_of(patience, every):
+    monitor, live, begin = ending(patience=patience)
     for step in range(begin, begin + 50):
-        monitor.observe(step, loss=math.nan if step % 4 == 0 else 9.0)
+        monitor.observe(step, loss=math.nan if step % every == 0 else 9.0)
     assert monitor.report().num_alerts["loss"] > 100
     assert factor_of(live) == 1.0
+
+
+@pytest.mark.parametrize("num_steps", [8, 12, 30])
+def test_workers_that_come_and_go_hold_up_nothing_that_is_let_go_of(num_steps):
+    monitor, live, begin = ending()
+    for step in range(begin, begin + 120):
+        monitor.observe(step, worker=f"worker-{step // num_steps}", loss=9.0)
+    assert factor_of(live) == 1.0
+
+
+def test_steps_in_the_range_while_all_is_let_go_of_are_none_without_anything_in_effect():
+    """So that what comes back soon after is let go of as late as it would be."""
+    monitor, live, begin = ending(quiet_steps=40, patience=3)
+    state = monitor.state_dict()
+    state["course"]["judge"]["standing"]["relapses"] = 1
+    monitor.load_state_dict(state)
+    left = []
+    for step in range(begin, begin + 300):
+        monitor.observe(step, loss=9.0)
+        if factor_of(live) == 1.0:
+            left.append(monitor.state_dict()["course"]["judge"]["standing"]["relapses"])
+    assert left.count(1) == 2 * 40
+    assert left[-1] == 0
 
 
 def test_a_step_with_an_alert_while_all_is_let_go_of_is_none_in_the_range():
