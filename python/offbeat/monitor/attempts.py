@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 __all__ = ["Attempts"]
 
 LEAST_PLACES = 2
-"""Without a loss in the range on any, so that it is not for what these are."""
+"""On so many no loss is in the range, where it is the data: one alone may have been astray already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Attempts:
 
         Args:
             most: How many: known places, each older than the one before. The last may be the one before once
-                more, where none older is kept; but one alone may have been astray already.
+                more, where none older is kept.
         """
         is_tried = self.num >= most > 0 and len(self.places) >= min(most, LEAST_PLACES)
         return is_tried and not self.is_well

@@ -106,7 +106,7 @@ class Course:
         """
         self._step = step
         self._resume()
-        ends_all = False
+        ends_soon = False
         if self._judge.begin(step, worker) is not None:
             self._release()
         variance = None if "loss_variance" in readings else self._judge.variance_with(readings)
@@ -118,11 +118,11 @@ class Course:
                 if (excess := self._judge.see(metric, judged[metric])) is not None:
                     alert, learnt = self._alert(excess, worker, may_drop=may_drop, is_lost=is_lost)
                     raised.append(alert)
-                    ends_all |= learnt.ends_all
+                    ends_soon |= learnt.ends_soon
                 elif (spell := self._judge.over) is not None:
                     self._recover(metric, judged[metric], detector.expected, spell, worker)
-        if ends_all:  # now that all of this step has been judged
-            self._judge.end_all()
+        if ends_soon:  # now that all of this step has been judged
+            self._judge.end_all_soon()
         return tuple(raised)
 
     def count(self, *, is_used: bool, is_finite: bool = True) -> None:
@@ -146,15 +146,15 @@ class Course:
         elif self._num_dropped_in_a_row < 2 * LONG or self._is_broken():  # of which no level is to be learnt
             return
         elif metrics := self._judge.take_level():
-            ends_all = self._is_slowed()  # which had nothing to slow, and would from now on
-            also = " what is in effect is let go of step by step," if ends_all else ""
+            ends_soon = self._is_slowed()  # which had nothing to slow, and would from now on
+            also = " what is in effect is let go of step by step," if ends_soon else ""
             log.warn(
                 f"step {self._step}: no gradient has passed for {self._num_dropped_in_a_row} steps: what "
                 f"{' and '.join(metrics)} is now is taken for usual; its range is learnt anew,{also} and "
                 f"gradients are used meanwhile"
             )
-            if ends_all:
-                self._judge.end_all()
+            if ends_soon:
+                self._judge.end_all_soon()
 
     def _words_of_long(self) -> str:
         """Say what helps where no gradient has passed for long."""
@@ -426,9 +426,9 @@ class Course:
             return _Learnt()
         # Else it may be the remedy that keeps the loss in its range, or lets it come back.
         is_of_loss = self._judge.is_loss_out(within=num) or "loss" not in self._judge.detectors
-        ends_all = self._judge.is_of_data or (is_of_loss and not self._judge.has_led_back)
+        ends_soon = self._judge.is_of_data or (is_of_loss and not self._judge.has_led_back)
         metrics = self._judge.take_level(also=self._judge.in_alert)
-        when = " step by step" if ends_all else " in its time"
+        when = " step by step" if ends_soon else " in its time"
         why = (
             "no loss was in the range on all that it went back to, so that it is the data and not the model"
             if self._judge.is_of_data
@@ -438,7 +438,7 @@ class Course:
             f"; {why}: what {' and '.join(metrics)} is now is taken for usual, its range is learnt anew, and "
             f"what is in effect is let go of{when}"
         )
-        return _Learnt(told, ends_all)
+        return _Learnt(told, ends_soon)
 
     def _is_slowed(self) -> bool:
         """Tell whether something in effect lets the run learn less for as long as it is."""
@@ -592,7 +592,7 @@ class Course:
             self.num_taken[name] += 1
             self.num_went_back += taken.goes_back
         if name == "rollback" and (taken.is_done or place is None):  # else it did before, if not now
-            self._judge.may_lead_back(is_so=taken.is_done)
+            self._judge.see_way_back(is_there=taken.is_done)
         return taken
 
     def _release(self, *, goes_on: bool = True) -> None:
@@ -621,10 +621,10 @@ class Course:
 
 
 class _Learnt(NamedTuple):
-    """What there is to say of a level that is learnt anew, and whether all in effect is let go of at once."""
+    """What there is to say of a level that is learnt anew, and whether all in effect is let go of soon."""
 
     told: str = ""
-    ends_all: bool = False
+    ends_soon: bool = False
 
 
 class _InEffect(NamedTuple):

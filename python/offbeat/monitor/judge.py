@@ -12,6 +12,7 @@ from typing import Any
 from offbeat.monitor.attempts import Attempts
 from offbeat.monitor.band import Band, is_usable
 from offbeat.monitor.detector import RECENT, Detector, Metric
+from offbeat.monitor.ending import Ending
 from offbeat.monitor.hold import Hold
 from offbeat.monitor.ladder import (
     Ladder,
@@ -43,10 +44,6 @@ LEAST_FALL = 0.01
 
 FALL_OF_LONG = 0.1
 """Likewise, in the hundred steps or so after all was taken: less may be noise."""
-
-SOON = 5
-"""Steps from one rung to the next where all are let go of soon: a rate that was cut ten times is whole after
-50. A thousand times what it was, at once, ends runs whose data has changed, as one without a warm-up does."""
 
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
@@ -112,7 +109,8 @@ class Judge:
     def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
         self.detectors = {metric: Detector(metric, threshold, Band(warm_up)) for metric in metrics}
         self.standing = Standing()
-        self._all_of_ladder = ladder
+        self._given = ladder
+        self._has_way_back = True  # as far as is known
         self._ladder = _beside_going_back(ladder)
         self._steps: dict[str | None, _Step] = {}
         self._quiet: Counter[str | None] = Counter()  # since the last alert, or a rung was let go of
@@ -126,9 +124,7 @@ class Judge:
         self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
         self._num_in_vain = 0  # alerts, as `num_in_vain` has them
-        self._is_ending = False  # all in effect is let go of soon
-        self._ending: Counter[str | None] = Counter()  # steps since then
-        self._num_ended = 0  # rungs, since then
+        self._ending = Ending()
         self._is_of_data = False
         self._step = 0
         self._worker: str | None = None
@@ -148,45 +144,50 @@ class Judge:
         if self._hold.is_over(worker) and not self.standing.taken:
             self._let_go_of_limit()
         is_quiet = not last.had_excess and last.had_value_in_range
-        released = self._see_quiet_step(worker, last) if is_quiet else None
-        if self._is_ending:
-            released = self._end_newest(worker)
+        if is_quiet:
+            self._see_quiet_step(worker, last)
+        if self._ending.is_at_work(len(self.standing.taken)):
+            released = self._end_newest(worker, is_quiet=is_quiet)
+        else:
+            released = self._let_go_of_newest(worker) if is_quiet else None
         if released is not None:
             self._hold.await_return()
             self._attempts = self._attempts if self.standing.taken else Attempts()
         return released
 
-    def _end_newest(self, worker: str | None) -> int | None:
-        """Give the rung that is let go of with this step, whatever was in it or was not."""
-        # One that is new, or slow, goes on from the last: else who comes and goes would never get on.
-        self._ending[worker] = max(self._ending[worker], SOON * self._num_ended - 1) + 1
-        if self._ending[worker] < SOON * (self._num_ended + 1):
-            return None
-        self._num_ended += 1
-        newest = self.standing.taken[-1]
-        self.standing = without_newest(self.standing)
-        self._strikes.clear()
-        if not self.standing.taken:
-            self._is_ending = False
-            self._quiet.clear()
-        return newest
-
-    def _see_quiet_step(self, worker: str | None, step: _Step) -> int | None:
-        """Count a step in the range; give the rung that is let go of for that."""
+    def _see_quiet_step(self, worker: str | None, step: _Step) -> None:
         if "loss" not in self.detectors:
             self._attempts = self._attempts.after_range()
         if step.had_loss_in_range and not self.standing.taken:
             self._hold.see_calm_step(worker)
         self._quiet[worker] += 1
-        if self._quiet[worker] <= self.standing.quiet:
-            return None
-        if self._is_ending:
-            self.standing = replace(self.standing, quiet=self.standing.quiet + 1)
+
+    def _let_go_of_newest(self, worker: str | None) -> int | None:
+        """Give the rung for which a worker's steps in the range are enough by now, if they are."""
+        if self._quiet[worker] <= self.standing.quiet:  # another has made more
             return None
         self.standing, released = after_quiet(self.standing, self._ladder)
         if self.standing.quiet == 0:
             self._quiet.clear()
         return released
+
+    def _end_newest(self, worker: str | None, *, is_quiet: bool) -> int | None:
+        """Give the rung that is let go of soon, if it is with this step; what is in the range counts on."""
+        if is_quiet and self._quiet[worker] > self.standing.quiet:
+            self.standing = replace(self.standing, quiet=self.standing.quiet + 1)
+            if self.standing.quiet == QUIET_VALUES:  # what comes next is another matter
+                self._forget_strikes()
+        if not self._ending.is_due(worker):
+            return None
+        newest = self.standing.taken[-1]
+        self.standing = without_newest(self.standing)
+        if not self.standing.taken:
+            self._quiet.clear()
+        return newest
+
+    def _forget_strikes(self) -> None:
+        self.standing = replace(self.standing, strikes=0)
+        self._strikes.clear()
 
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
@@ -252,13 +253,14 @@ class Judge:
         for step in self._steps.values():
             step.is_loss_out = False
 
-    def may_lead_back(self, *, is_so: bool) -> None:
-        """Hear whether it could be gone back.
+    def see_way_back(self, *, is_there: bool) -> None:
+        """Hear whether there is something to go back to.
 
-        What was gone back to is anew, and patience with what is beside it the same each time. Where there is
-        nothing to go back to, as no checkpoint was kept yet, that is as if it were alone.
+        What was gone back to is anew, and patience with what is beside it the same each time. Where no
+        checkpoint was kept yet, it is as if it were alone.
         """
-        self._ladder = _beside_going_back(self._all_of_ladder) if is_so else self._all_of_ladder
+        self._has_way_back = is_there
+        self._ladder = _beside_going_back(self._given) if is_there else self._given
 
     @property
     def is_to_stay(self) -> bool:
@@ -383,7 +385,8 @@ class Judge:
         self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
-            self._is_ending = False
+        if rung is not None:
+            self._ending.wait()
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
         self._is_of_data = self.is_loss_out() and is_astray and is_over
@@ -448,28 +451,24 @@ class Judge:
             self._hold.forget_alerts()
         self._levels.clear()
         self._num_in_vain = 0
-        self._is_ending = False
-        self.standing = replace(self.standing, strikes=0)
-        self._strikes.clear()
+        self._forget_strikes()
         return above
 
-    def end_all(self) -> None:
-        """Let go soon of all that is in effect, one rung after the other, until one is to be taken."""
+    def end_all_soon(self) -> None:
+        """Let go soon of all that is in effect, the newest first."""
         self._strikes.clear()
         self._quiet.clear()
         self._levels.clear()
         self._num_in_vain = 0
         self._attempts = Attempts()
         self.standing = as_anew(self.standing)
-        self._is_ending = bool(self.standing.taken)
-        self._ending.clear()
-        self._num_ended = 0
+        self._ending.begin(len(self.standing.taken))
 
     def end(self, place: int) -> None:
         """Take a rung out of those in effect, by its place: somebody else has ended it."""
         taken = self.standing.taken
         self.standing = replace(self.standing, taken=(*taken[:place], *taken[place + 1 :]))
-        self._is_ending &= bool(self.standing.taken)
+        self._ending.leave(place)
 
     def _let_go_of_limit(self) -> None:
         self._hold.end()
@@ -487,10 +486,8 @@ class Judge:
             "attempts": asdict(self._attempts),
             "levels": dict(self._levels),
             "num_in_vain": self._num_in_vain,
-            "is_ending": self._is_ending,
-            "ending": list(self._ending.items()),
-            "num_ended": self._num_ended,
-            "leads_back": self._ladder != self._all_of_ladder,
+            "ending": self._ending.state(),
+            "has_way_back": self._has_way_back,
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
@@ -516,9 +513,8 @@ class Judge:
         self._hold.load(state.get("hold", {}))  # likewise
         self._levels = dict(state.get("levels", {}))  # likewise
         self._num_in_vain = int(state.get("num_in_vain", 0))  # likewise
-        self._is_ending = bool(state.get("is_ending", False))  # likewise
-        self._ending, self._num_ended = Counter(dict(state.get("ending", ()))), state.get("num_ended", 0)
-        self.may_lead_back(is_so=bool(state.get("leads_back", True)))  # likewise
+        self._ending.load(state.get("ending", {}))  # likewise
+        self.see_way_back(is_there=bool(state.get("has_way_back", True)))  # likewise
         attempts = state.get("attempts", {})  # likewise
         self._attempts = Attempts(**{**attempts, "places": tuple(attempts.get("places", ()))})
 

@@ -196,11 +196,9 @@ def as_anew(standing: Standing) -> Standing:
 
 
 def without_newest(standing: Standing) -> Standing:
-    """Take the newest rung out, be the step in the range or not; the one before has its patience anew."""
+    """Take the newest rung out, be the step in the range or not."""
     *rest, _ = standing.taken
-    return replace(
-        standing, taken=tuple(rest), strikes=0, quiet=standing.quiet if rest else 0, has_let_go=True
-    )
+    return replace(standing, taken=tuple(rest), quiet=standing.quiet if rest else 0, has_let_go=True)
 
 
 def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:

@@ -1,7 +1,8 @@
 """One hook before each optimizer's step, for all who want one.
 
 Torch bears no change of its hooks while a step goes through them; and whoever has one may be closed within a
-step, by a callback, or be collected there, where nobody holds it any more. So this one is never taken back.
+step, by a callback, or be collected there, where nobody holds it any more. So this one is never taken back;
+and among a user's own hooks on every optimizer it stands where the first who asked came.
 """
 
 import contextlib

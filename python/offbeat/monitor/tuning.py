@@ -239,9 +239,10 @@ class _Factor(NamedTuple):
         """
         import torch
 
-        if any("muon" in kind.__name__.lower() for kind in type(self.optimizer).__mro__):
+        live = getattr(self.optimizer, "optim", self.optimizer)  # a ZeroRedundancyOptimizer's has the state
+        if any("muon" in kind.__name__.lower() for kind in type(live).__mro__):
             return
-        states = list(getattr(self.optimizer, "state", {}).values())  # another thread may make its first step
+        states = list(getattr(live, "state", {}).values())  # another thread may make its first step
         for state in states:
             momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
             if isinstance(momentum, torch.Tensor):

@@ -382,7 +382,7 @@ def test_of_what_no_loss_is_in_the_range_it_is_gone_back_from_thrice_and_in_the_
     assert made.is_of_data == (num_more > 0), "where nothing comes behind, going on being told harms nothing"
     if num_more:
         assert made.take_level() == ["loss"]
-        made.end_all()
+        made.end_all_soon()
         num_taken, released = len(made.standing.taken), []
         for step in range(30, 30 + 5 * num_taken + 1):
             released += [step] if made.begin(step) is not None else []

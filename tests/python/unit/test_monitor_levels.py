@@ -496,7 +496,7 @@ def test_however_many_workers_there_are_one_is_let_go_of_each_five_steps(workers
     assert {later - one for one, later in itertools.pairwise(changes)} == {5}
 
 
-@pytest.mark.parametrize(("patience", "every"), [(3, 4), (5, 2), (5, 4), (5, 10), (20, 4)])
+@pytest.mark.parametrize(("patience", "every"), [(2, 6), (5, 6), (5, 10), (20, 4)])
 def test_alerts_that_take_nothing_hold_up_nothing_that_is_let_go_of(patience, every):
     monitor, live, begin = ending(patience=patience)
     for step in range(begin, begin + 50):
@@ -505,7 +505,37 @@ def test_alerts_that_take_nothing_hold_up_nothing_that_is_let_go_of(patience, ev
     assert factor_of(live) == 1.0
 
 
-@pytest.mark.parametrize("num_steps", [8, 12, 30])
+@pytest.mark.parametrize("patience", [5, 6, 10])
+@pytest.mark.parametrize("ladder", [["reduce_lr"], ["rollback", "reduce_lr"]], ids=str)
+def test_what_goes_astray_while_all_is_let_go_of_takes_the_next_after_its_patience(ladder, patience):
+    thing = Steps() if "rollback" in ladder else None
+    monitor, live, begin = ending(patience=patience, ladder=ladder, thing=thing)
+    loss, rates = 9.0, []
+    for step in range(begin, begin + 60):
+        if thing is not None:
+            thing.began_step = step
+        loss = min(loss * 2, 1e9) if step >= begin + 14 else loss
+        monitor.observe(step, loss=loss)
+        rates.append(factor_of(live))
+    assert any(later < one for one, later in itertools.pairwise(rates)), "one was taken"
+    assert max(rates) <= 1 / 8
+
+
+def test_what_is_taken_while_all_is_let_go_of_has_its_own_time_and_the_rest_goes_on_behind_it():
+    monitor, _, begin = ending(patience=3, quiet_steps=30)
+    for step in range(begin, begin + 200):
+        monitor.observe(step, loss=99.0 if begin + 32 <= step < begin + 36 else 9.0)
+    (taken,) = [alert.step for alert in monitor.report().alerts if alert.is_taken and alert.step > begin]
+    left = [release.step for release in monitor.report().releases if release.step >= begin]
+    before, (own, *rest) = [one for one in left if one <= taken], [one for one in left if one > taken]
+    assert [later - one for one, later in itertools.pairwise(before)] == [5] * (len(before) - 1)
+    assert own - taken >= 2 * 30, "twice as long, as what had to be taken again"
+    assert [later - one for one, later in itertools.pairwise([own, *rest])] == [5] * len(rest)
+    assert len(before) + len(rest) == 10
+    assert monitor.in_effect == ()
+
+
+@pytest.mark.parametrize("num_steps", [4, 6, 8, 12, 30])
 def test_workers_that_come_and_go_hold_up_nothing_that_is_let_go_of(num_steps):
     monitor, live, begin = ending()
     for step in range(begin, begin + 120):
