@@ -22,6 +22,7 @@ class Ending:
         self._num_left = 0
         self._num_ended = 0  # since it began, or was at work again
         self._steps: Counter[str | None] = Counter()  # of each worker, since then
+        self._calm: Counter[str | None] = Counter()  # of each, in a row, without an alert of anyone's
 
     def begin(self, num_taken: int) -> None:
         """Let go soon of as many as are in effect."""
@@ -36,6 +37,14 @@ class Ending:
     def is_at_work(self, num_taken: int) -> bool:
         """Tell whether the newest of as many as are in effect is one to let go of soon."""
         return 0 < num_taken <= self._num_left
+
+    def num_without_alert(self, worker: str | None, *, had_alert: bool) -> int:
+        """Count a worker's step while at work; give how many there were in a row by now without an alert."""
+        if had_alert:
+            self._calm.clear()
+            return 0
+        self._calm[worker] += 1
+        return self._calm[worker]
 
     def is_due(self, worker: str | None) -> bool:
         """Count a step of a worker's while at work; tell whether the newest is let go of with it.
@@ -57,9 +66,10 @@ class Ending:
 
     def state(self) -> dict[str, Any]:
         """Give all of it as plain data."""
-        return {"num_left": self._num_left, "num_ended": self._num_ended, "steps": list(self._steps.items())}
+        counters = {"steps": list(self._steps.items()), "calm": list(self._calm.items())}
+        return {"num_left": self._num_left, "num_ended": self._num_ended, **counters}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there; older states have nothing of it."""
         self._num_left, self._num_ended = int(state.get("num_left", 0)), int(state.get("num_ended", 0))
-        self._steps = Counter(dict(state.get("steps", ())))
+        self._steps, self._calm = (Counter(dict(state.get(name, ()))) for name in ("steps", "calm"))

@@ -147,7 +147,7 @@ class Judge:
         if is_quiet:
             self._see_quiet_step(worker, last)
         if self._ending.is_at_work(len(self.standing.taken)):
-            released = self._end_newest(worker, is_quiet=is_quiet)
+            released = self._end_newest(worker, is_quiet=is_quiet, had_alert=last.had_alert)
         else:
             released = self._let_go_of_newest(worker) if is_quiet else None
         if released is not None:
@@ -171,12 +171,13 @@ class Judge:
             self._quiet.clear()
         return released
 
-    def _end_newest(self, worker: str | None, *, is_quiet: bool) -> int | None:
+    def _end_newest(self, worker: str | None, *, is_quiet: bool, had_alert: bool) -> int | None:
         """Give the rung that is let go of soon, if it is with this step; what is in the range counts on."""
         if is_quiet and self._quiet[worker] > self.standing.quiet:
             self.standing = replace(self.standing, quiet=self.standing.quiet + 1)
-            if self.standing.quiet == QUIET_VALUES:  # what comes next is another matter
-                self._forget_strikes()
+        # What comes after a while without is another matter, also before there is a range again.
+        if self._ending.num_without_alert(worker, had_alert=had_alert) == QUIET_VALUES:
+            self._forget_strikes()
         if not self._ending.is_due(worker):
             return None
         newest = self.standing.taken[-1]
@@ -385,7 +386,6 @@ class Judge:
         self._is_to_go_back = (now.num_back, now.num_again) != (before.num_back, before.num_again)
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
-        if rung is not None:
             self._ending.wait()
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted

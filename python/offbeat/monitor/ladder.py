@@ -196,9 +196,10 @@ def as_anew(standing: Standing) -> Standing:
 
 
 def without_newest(standing: Standing) -> Standing:
-    """Take the newest rung out, be the step in the range or not."""
+    """Take the newest rung out, be the step in the range or not; strikes count on."""
     *rest, _ = standing.taken
-    return replace(standing, taken=tuple(rest), quiet=standing.quiet if rest else 0, has_let_go=True)
+    quiet = standing.quiet if rest else 0
+    return replace(standing, taken=tuple(rest), quiet=quiet, has_let_go=True, num_back=0, num_again=0)
 
 
 def after_quiet(standing: Standing, ladder: Ladder) -> tuple[Standing, int | None]:

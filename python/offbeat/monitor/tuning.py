@@ -240,7 +240,8 @@ class _Factor(NamedTuple):
         import torch
 
         live = getattr(self.optimizer, "optim", self.optimizer)  # a ZeroRedundancyOptimizer's has the state
-        if any("muon" in kind.__name__.lower() for kind in type(live).__mro__):
+        kinds = (*type(live).__mro__, *type(self.optimizer).__mro__)
+        if any("muon" in kind.__name__.lower() for kind in kinds):
             return
         states = list(getattr(live, "state", {}).values())  # another thread may make its first step
         for state in states:

@@ -505,6 +505,18 @@ def test_alerts_that_take_nothing_hold_up_nothing_that_is_let_go_of(patience, ev
     assert factor_of(live) == 1.0
 
 
+@pytest.mark.parametrize("patience", [2, 5])
+@pytest.mark.parametrize("warm_up", [10, 25])
+def test_alerts_far_from_one_another_take_nothing_while_all_is_let_go_of(patience, warm_up):
+    thing = Steps()
+    given = {"patience": patience, "warm_up": warm_up, "ladder": ["rollback", "reduce_lr"]}
+    monitor, live, begin = ending(thing=thing, **given)
+    for step in range(begin, begin + 50):
+        thing.began_step = step
+        monitor.observe(step, loss=math.nan if step % 7 == 0 else 9.0)
+    assert factor_of(live) == 1.0
+
+
 @pytest.mark.parametrize("patience", [5, 6, 10])
 @pytest.mark.parametrize("ladder", [["reduce_lr"], ["rollback", "reduce_lr"]], ids=str)
 def test_what_goes_astray_while_all_is_let_go_of_takes_the_next_after_its_patience(ladder, patience):
@@ -556,6 +568,34 @@ def test_steps_in_the_range_while_all_is_let_go_of_are_none_without_anything_in_
             left.append(monitor.state_dict()["course"]["judge"]["standing"]["relapses"])
     assert left.count(1) == 2 * 40
     assert left[-1] == 0
+
+
+def test_how_often_a_lost_model_was_gone_back_from_is_forgotten_as_remedies_are_let_go_of():
+    thing, model = Steps(), net()
+    monitor, live, begin = ending(ladder=["rollback", "reduce_lr"], thing=thing, model=model)
+    finite = [value.clone() for value in model.state_dict().values()]
+
+    def rollback(step):
+        if needed[0] > 0:
+            needed[0] -= 1
+        else:
+            with torch.no_grad():
+                for value, was in zip(model.state_dict().values(), finite, strict=True):
+                    value.copy_(was)
+        return step
+
+    needed, thing.rollback = [2], rollback
+    for step in range(begin, begin + 300):
+        thing.began_step = step
+        if step in (begin + 20, begin + 200):
+            model[0].weight.data.fill_(math.nan)
+            needed[0] = 2
+        is_lost = not all(value.isfinite().all() for value in model.state_dict().values())
+        monitor.observe(step, loss=math.nan if is_lost else 9.0)
+        if step == begin + 199:
+            assert not is_lost
+            assert factor_of(live) == 1.0
+    assert not is_lost
 
 
 def test_a_step_with_an_alert_while_all_is_let_go_of_is_none_in_the_range():
