@@ -33,6 +33,7 @@ class Ending:
         """Hear that a rung was taken: steps count anew once that is let go of."""
         self._num_ended = 0
         self._steps.clear()
+        self._calm.clear()
 
     def is_at_work(self, num_taken: int) -> bool:
         """Tell whether the newest of as many as are in effect is one to let go of soon."""

@@ -115,10 +115,10 @@ class AsyncTrainingMonitor:
             twice as many each time.
         quiet_steps: Steps within all ranges (of several workers, of the one that has made most) after which
             the newest remedy is let go of, and after as many more the one before. Twice as many each time
-            that a remedy had to be taken again. From an alert of the loss on its limit goes no higher, until
-            all are let go of and so many losses were no higher than the range had been, or ten times as many
-            in the range; or it alone has made three times `patience` alerts, or as many times as there
-            are remedies.
+            that a remedy had to be taken again; where a level is taken for usual, one each five steps. From
+            an alert of the loss on its limit goes no higher, until all are let go of and so many losses were
+            no higher than the range had been, or ten times as many in the range; or it alone has made three
+            times `patience` alerts, or as many times as there are remedies.
         lr_factor: Of "reduce_lr".
         grad_scaler: The `torch.amp.GradScaler` that multiplies the loss, so that norms are without it; and in
             a loop of your own an alert on a batch whose step it skips costs no later one, and what such a

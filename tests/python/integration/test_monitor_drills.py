@@ -302,6 +302,9 @@ def test_a_trainer_whose_rate_stays_too_high_goes_back_with_each_lower_one(times
         assert all('; "rollback" once more: went back to step' in text for text in cuts)
     median = statistics.median
     assert_mended(median(guarded), unguarded=median(unguarded), without_fault=median(without_fault))
+    for one, unguarded_one, clean_one in zip(guarded, unguarded, without_fault, strict=True):
+        assert unguarded_one < clean_one - TWO_POINTS
+        assert one > clean_one - 2.5 * POINT
 
 
 def inverted(images, labels):
