@@ -59,7 +59,8 @@ class Detector:
     last few, or it alone is very far out. What is not finite raises one at once, in the warm-up, too; what is
     finite raises one there if it is beyond all that the first values let expect. No value that exceeds the
     edge by so much is fed to the band. A rise by less than some 5 % from value to value is followed, and
-    raises none.
+    raises none. Where values are to be as low as before the ceiling was, one above it is an alert, too, whose
+    last few have a mean above it: of a sound run a single one may be there, and that mean hardly ever.
 
     Attributes:
         metric: Which.
@@ -102,8 +103,13 @@ class Detector:
         limit = self.limit if self.band.is_ready else self._first().limit
         return max(limit, 0.0) ** 2 if self.metric in SQUARES else limit
 
-    def see(self, value: float) -> "tuple[Detector, Verdict]":
-        """Judge a value, and take it up."""
+    def see(self, value: float, *, is_to_be_low: bool = False) -> "tuple[Detector, Verdict]":
+        """Judge a value, and take it up.
+
+        Args:
+            value: It.
+            is_to_be_low: It and the last few are to be as low as before the ceiling was.
+        """
         if self.metric == "non_finite":
             return self, "quiet" if value == 0 else "alert"
         if self.metric in SQUARES and value >= 0:
@@ -113,11 +119,12 @@ class Detector:
         recent = (*self.recent, value)[-RECENT:]
         if not self.band.is_ready:
             return self._see_first(value, recent)
+        mean = sum(recent) / len(recent)
+        is_alert = is_to_be_low and self.ceiling is not None and min(value, mean) > self.ceiling
         if value <= self.limit:
-            verdict: Verdict = "quiet" if value <= self.high else "raised"
+            verdict: Verdict = "alert" if is_alert else "quiet" if value <= self.high else "raised"
             return replace(self, band=self.band.after(value), recent=recent), verdict
-        is_far = self.band.z(value) >= FAR
-        is_alert = is_far or sum(recent) / len(recent) > self.limit
+        is_alert |= self.band.z(value) >= FAR or mean > self.limit
         return replace(self, recent=recent), "alert" if is_alert else "raised"
 
     def _see_first(self, value: float, recent: tuple[float, ...]) -> "tuple[Detector, Verdict]":
@@ -175,5 +182,9 @@ class Detector:
         return high + self.threshold * scale
 
     def is_by_ceiling(self, value: float) -> bool:
-        """Tell whether a value is above the limit by the ceiling alone."""
-        return value > self.limit and not value > self.let_go().limit
+        """Tell whether a value gives an alert, if it does, by the ceiling alone."""
+        return self.ceiling is not None and not value > self.let_go().limit
+
+    def exceeded_by(self, value: float) -> float:
+        """Give what a value that gives an alert has exceeded: the limit, or at least the ceiling."""
+        return self.ceiling if self.ceiling is not None and value <= self.limit else self.bound

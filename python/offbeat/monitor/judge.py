@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.monitor.attempts import Attempts
 from offbeat.monitor.band import Band, is_usable
-from offbeat.monitor.detector import RECENT, Detector, Metric
+from offbeat.monitor.detector import RECENT, Detector, Metric, Verdict
 from offbeat.monitor.ending import Ending
 from offbeat.monitor.hold import Hold
 from offbeat.monitor.ladder import (
@@ -24,6 +24,7 @@ from offbeat.monitor.ladder import (
     has_more,
     has_waited,
     is_all_taken,
+    is_behind_back,
     is_exhausted,
     may_go_back,
     noted,
@@ -124,6 +125,7 @@ class Judge:
         self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
         self._num_in_vain = 0  # alerts, as `num_in_vain` has them
+        self._num_since_back: int | None = None  # losses, of what was gone back to with the newest
         self._ending = Ending()
         self._is_of_data = False
         self._step = 0
@@ -193,7 +195,8 @@ class Judge:
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
         detector = self.detectors[metric]
-        self.detectors[metric], verdict = detector.see(value)
+        is_to_be_low = metric == "loss" and self._is_to_be_low()
+        self.detectors[metric], verdict = detector.see(value, is_to_be_low=is_to_be_low)
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
         step.had_value_in_range |= verdict == "quiet"
@@ -212,13 +215,7 @@ class Judge:
             if known.is_over:
                 self._over = self._spells.pop(key)
         if metric == "loss":
-            step.was_low = detector.ceiling is not None and value <= detector.ceiling
-            step.had_loss_in_range |= verdict == "quiet"
-            if verdict in ("quiet", "warm_up"):
-                self._attempts = self._attempts.after_range()
-            is_as_before = verdict == "raised" and step.is_loss_out
-            step.is_loss_out = is_as_before or (verdict == "alert" and is_usable(value))
-            step.loss_age = 0
+            self._see_loss(step, value, verdict, ceiling=detector.ceiling)
         if verdict != "alert":
             return None
         if metric == "loss" and is_usable(value):
@@ -232,7 +229,30 @@ class Judge:
             Spell(self._step, detector.expected) if known is None else known.after_alert()
         )
         is_first, step.had_alert = not step.had_alert, True
-        return Excess(metric, value, detector.allowed, detector.bound, is_first, spell, is_new)
+        limit = detector.exceeded_by(value)
+        return Excess(metric, value, detector.allowed, limit, is_first, spell, is_new)
+
+    def _see_loss(self, step: _Step, value: float, verdict: Verdict, *, ceiling: float | None) -> None:
+        """Note what a loss tells of its step, and of what it was gone back to."""
+        step.was_low = ceiling is not None and value <= ceiling
+        step.had_loss_in_range |= verdict == "quiet"
+        if verdict in ("quiet", "warm_up"):
+            self._attempts = self._attempts.after_range()
+        is_as_before = verdict == "raised" and step.is_loss_out
+        step.is_loss_out = is_as_before or (verdict == "alert" and is_usable(value))
+        step.loss_age = 0
+        if self._num_since_back is not None:
+            self._num_since_back += is_usable(value)
+
+    def _is_to_be_low(self) -> bool:
+        """Tell whether the loss is to be as low as it was, by this value and those before.
+
+        It was gone back to what was well, with a remedy that mends: a mean above the range of before tells
+        that the remedy is too mild. A rate that was ten times too high still, of forty, kept the loss below
+        the limit, which is half as high again, and cost up to 12 points.
+        """
+        num = self._num_since_back
+        return num is not None and num >= RECENT - 1 and is_behind_back(self.standing, self._ladder)
 
     def see_unusable(self) -> None:
         """Note that something of this step is not finite, be it judged or not."""
@@ -249,6 +269,7 @@ class Judge:
         """
         self._num_unusable = 0
         self._unusable.clear()
+        self._num_since_back = 0
         self._attempts = self._attempts.after(place)
         self._levels.clear()  # which are not of this one: that it begins lower helps nothing
         for step in self._steps.values():
@@ -387,6 +408,7 @@ class Judge:
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
             self._ending.wait()
+            self._num_since_back = None
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
         self._is_of_data = self.is_loss_out() and is_astray and is_over
@@ -486,6 +508,7 @@ class Judge:
             "attempts": asdict(self._attempts),
             "levels": dict(self._levels),
             "num_in_vain": self._num_in_vain,
+            "num_since_back": self._num_since_back,
             "ending": self._ending.state(),
             "has_way_back": self._has_way_back,
             "strikes": list(self._strikes.items()),
@@ -513,6 +536,7 @@ class Judge:
         self._hold.load(state.get("hold", {}))  # likewise
         self._levels = dict(state.get("levels", {}))  # likewise
         self._num_in_vain = int(state.get("num_in_vain", 0))  # likewise
+        self._num_since_back = state.get("num_since_back")  # likewise
         self._ending.load(state.get("ending", {}))  # likewise
         self.see_way_back(is_there=bool(state.get("has_way_back", True)))  # likewise
         attempts = state.get("attempts", {})  # likewise

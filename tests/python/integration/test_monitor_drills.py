@@ -283,28 +283,21 @@ def a_rate_that_stays_too_high(run, step, *, times):
 
 
 @on_fashion
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("times", [40.0, 100.0])
-def test_a_trainer_whose_rate_stays_too_high_goes_back_with_each_lower_one(times, tmp_path):
-    """Medians of three seeds: how many cuts are let go of by the end differs, and with that the accuracy."""
+def test_a_trainer_whose_rate_stays_too_high_goes_back_with_each_lower_one(times, seed, tmp_path):
     fault = functools.partial(a_rate_that_stays_too_high, times=times)
-    without_fault, unguarded, guarded = [], [], []
-    for seed in range(3):
-        folder = tmp_path / str(seed)
-        without_fault.append(Kept(seed, folder / "clean").train())
-        unguarded.append(Kept(seed, folder / "unguarded").train(fault))
-        run = Kept(seed, folder / "guarded")
-        with AsyncTrainingMonitor(run.model, remediation_strategy=["rollback", "reduce_lr"]) as monitor:
-            guarded.append(run.train(fault))
-            report = monitor.report()
-        assert all(is_finite(alert) for alert in report.alerts)
-        cuts = [alert.result for alert in report.alerts if alert.action == "reduce_lr" and alert.is_taken]
-        assert len(cuts) >= 2
-        assert all('; "rollback" once more: went back to step' in text for text in cuts)
-    median = statistics.median
-    assert_mended(median(guarded), unguarded=median(unguarded), without_fault=median(without_fault))
-    for one, unguarded_one, clean_one in zip(guarded, unguarded, without_fault, strict=True):
-        assert unguarded_one < clean_one - TWO_POINTS
-        assert one > clean_one - 2.5 * POINT
+    without_fault = Kept(seed, tmp_path / "clean").train()
+    unguarded = Kept(seed, tmp_path / "unguarded").train(fault)
+    run = Kept(seed, tmp_path / "guarded")
+    with AsyncTrainingMonitor(run.model, remediation_strategy=["rollback", "reduce_lr"]) as monitor:
+        guarded = run.train(fault)
+        report = monitor.report()
+    assert all(is_finite(alert) for alert in report.alerts)
+    cuts = [alert.result for alert in report.alerts if alert.action == "reduce_lr" and alert.is_taken]
+    assert len(cuts) >= 2
+    assert all('; "rollback" once more: went back to step' in text for text in cuts)
+    assert_mended(guarded, unguarded=unguarded, without_fault=without_fault)
 
 
 def inverted(images, labels):

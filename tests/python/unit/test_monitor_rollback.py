@@ -572,3 +572,71 @@ def test_where_nothing_comes_behind_it_it_goes_further_back_while_an_alert_persi
     assert astray(losses, ladder=["rollback"]) == [40, 30]
     losses[75] = losses[95] = 9.0  # each a matter of its own, of which two have been waited for
     assert astray(losses, ladder=["rollback"]) == [40, 30, 90]
+
+
+class KeepsAll(Steps):
+    def checkpoint_steps(self):
+        return list(range(self.began_step // 10 * 10, 0, -10))
+
+
+def cut_from_40(level, *, thing=None, ladder=("rollback", "reduce_lr"), state_at=()):
+    """Observe 9 from step 40 on until the rate is cut, and then what may be a little above the range.
+
+    That ends at 1.25, and the limit is half as high again.
+
+    Gives:
+        After how many steps from the first cut on each other was made, and the monitor.
+    """
+    thing, live = KeepsAll() if thing is None else thing, torch.optim.SGD(net().parameters(), lr=1.0)
+    acts_on = [it for it, name in ((thing, "rollback"), (live, "reduce_lr")) if name in ladder]
+    given = {"patience": 2, "warm_up": 10, "quiet_steps": 1000, "acts_on": acts_on}
+
+    def made():
+        return AsyncTrainingMonitor(remediation_strategy=list(ladder), **given)
+
+    monitor, taken = made(), []
+    for step in range(200):
+        thing.began_step = step
+        if step in state_at:
+            state = monitor.state_dict()
+            monitor.close()
+            monitor = made()
+            monitor.load_state_dict(state)
+        loss = 0.9 + step % 2 * 0.2 if step < 40 else level(step) if taken else 9.0
+        alerts = monitor.observe(step, loss=loss)
+        taken += [step for alert in alerts if alert.is_taken and alert.action == ladder[-1]]
+    return [step - taken[0] for step in taken], monitor
+
+
+@pytest.mark.parametrize("state_at", [(), (44, 46, 48, 49, 55)])
+def test_a_loss_above_its_range_on_what_was_gone_back_to_cuts_the_rate_three_times_more(state_at):
+    """It is below the limit: a rate that is too high still may keep it there, and what is learnt with it."""
+    cuts, monitor = cut_from_40(lambda step: 1.5, state_at=state_at)
+    assert cuts == [0, 6, 12, 18], "five values of each model that was gone back to, and patience"
+    if not state_at:  # a report is of one life
+        alert = next(alert for alert in monitor.report().alerts if alert.step == 47)
+        assert str(alert).startswith("step 47: loss is 1.5, expected 1.249 at most; reduce_lr: in effect")
+
+
+@pytest.mark.parametrize(
+    "level",
+    [lambda step: 1.2, lambda step: 1.1 + (step % 4 == 0) * 0.3, lambda step: 1.05 + step % 2 * 0.3],
+)
+def test_losses_whose_mean_is_in_the_range_cut_the_rate_no_further(level):
+    assert cut_from_40(level)[0] == [0]
+
+
+@pytest.mark.parametrize(
+    ("thing", "ladder"),
+    [
+        (None, ["rollback"]),
+        (None, ["reduce_lr"]),
+        (None, ["reduce_lr", "rollback"]),
+        (None, ["rollback", "alert"]),
+        (KeepsNothing(), ["rollback", "reduce_lr"]),
+        (GoesFurther(), ["rollback", "reduce_lr"]),
+    ],
+)
+def test_a_loss_below_its_limit_takes_nothing_more_where_nothing_mends_what_was_gone_back_to(thing, ladder):
+    cuts, _ = cut_from_40(lambda step: 1.5, thing=thing, ladder=ladder)
+    assert cuts == [0]
