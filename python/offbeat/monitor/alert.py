@@ -29,7 +29,7 @@ class Alert:
         is_news: Whether callbacks, log and report hear of it: the first, the second, the fourth, the eighth
             and so on, and each at which a remedy was taken. `observe` gives them all, and all are counted.
         limit: What a value has to exceed for an alert, by `alert_threshold` above the range; in the warm-up
-            its upper edge; behind a rollback, of a loss below that, the upper edge when the alerts began.
+            its upper edge. Of what is on trial behind a rollback it is less, and the range ends there.
         is_taken: Whether the remedy was taken at this one, and is not in effect from before.
     """
 

@@ -372,7 +372,7 @@ class Course:
             place: Of what is done anew by it; None: it is the newest.
             back: The place of a rollback to take again, and first: what is next is for what is gone back to.
         """
-        taken = []
+        taken, is_mended = [], False
         if back is not None:
             if not self._in_effect[back].taken.is_done:  # whatever is kept is worth more than what is lost
                 self._begin()
@@ -383,13 +383,14 @@ class Course:
             if back is None and place is None and not self._is_broken():
                 self._make(self._settings.names[rung], "renew")
             taken.append(self._act(rung, worker, place))
+            is_mended = back is not None and taken[-1].is_done and self._settings.remedies[rung].is_mending
         went = [one for one in taken if one.goes_back]
         if not went:
             return False
         self.is_lost = False  # it is finite, as far as is known
         self._has_passed = not self._is_counted
         places = [int(place) for place in went[-1].held or () if isinstance(place, Integral)]  # if told
-        self._judge.went_back(max(places, default=None))
+        self._judge.went_back(max(places, default=None), is_mended=is_mended)
         return True
 
     def _done(

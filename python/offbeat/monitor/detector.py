@@ -59,8 +59,8 @@ class Detector:
     last few, or it alone is very far out. What is not finite raises one at once, in the warm-up, too; what is
     finite raises one there if it is beyond all that the first values let expect. No value that exceeds the
     edge by so much is fed to the band. A rise by less than some 5 % from value to value is followed, and
-    raises none. Where values are to be as low as before the ceiling was, one above it is an alert, too, whose
-    last few have a mean above it: of a sound run a single one may be there, and that mean hardly ever.
+    raises none. Where values are to be no higher than an edge that is given, one above that is an alert, too,
+    whose last few have a mean above it: of a sound run a single one may be there, and that mean hardly ever.
 
     Attributes:
         metric: Which.
@@ -103,12 +103,13 @@ class Detector:
         limit = self.limit if self.band.is_ready else self._first().limit
         return max(limit, 0.0) ** 2 if self.metric in SQUARES else limit
 
-    def see(self, value: float, *, is_to_be_low: bool = False) -> "tuple[Detector, Verdict]":
+    def see(self, value: float, *, edge: float = math.inf) -> "tuple[Detector, Verdict]":
         """Judge a value, and take it up.
 
         Args:
             value: It.
-            is_to_be_low: It and the last few are to be as low as before the ceiling was.
+            edge: What it and the mean of the last few, with it, are to be no higher than, be it below the
+                limit or not.
         """
         if self.metric == "non_finite":
             return self, "quiet" if value == 0 else "alert"
@@ -120,11 +121,12 @@ class Detector:
         if not self.band.is_ready:
             return self._see_first(value, recent)
         mean = sum(recent) / len(recent)
-        is_alert = is_to_be_low and self.ceiling is not None and min(value, mean) > self.ceiling
+        is_above_edge = min(value, mean) > edge
         if value <= self.limit:
-            verdict: Verdict = "alert" if is_alert else "quiet" if value <= self.high else "raised"
-            return replace(self, band=self.band.after(value), recent=recent), verdict
-        is_alert |= self.band.z(value) >= FAR or mean > self.limit
+            verdict: Verdict = "quiet" if value <= self.high else "raised"
+            after = replace(self, band=self.band.after(value), recent=recent)
+            return after, "alert" if is_above_edge else verdict
+        is_alert = self.band.z(value) >= FAR or mean > self.limit or is_above_edge
         return replace(self, recent=recent), "alert" if is_alert else "raised"
 
     def _see_first(self, value: float, recent: tuple[float, ...]) -> "tuple[Detector, Verdict]":
@@ -182,9 +184,5 @@ class Detector:
         return high + self.threshold * scale
 
     def is_by_ceiling(self, value: float) -> bool:
-        """Tell whether a value gives an alert, if it does, by the ceiling alone."""
-        return self.ceiling is not None and not value > self.let_go().limit
-
-    def exceeded_by(self, value: float) -> float:
-        """Give what a value that gives an alert has exceeded: the limit, or at least the ceiling."""
-        return self.ceiling if self.ceiling is not None and value <= self.limit else self.bound
+        """Tell whether a value is above the limit by the ceiling alone."""
+        return value > self.limit and not value > self.let_go().limit

@@ -24,7 +24,6 @@ from offbeat.monitor.ladder import (
     has_more,
     has_waited,
     is_all_taken,
-    is_behind_back,
     is_exhausted,
     may_go_back,
     noted,
@@ -33,6 +32,7 @@ from offbeat.monitor.ladder import (
 )
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.spell import QUIET_VALUES, Spell
+from offbeat.monitor.trial import Trial
 
 __all__ = ["Excess", "Judge"]
 
@@ -125,7 +125,7 @@ class Judge:
         self._attempts = Attempts()
         self._levels: dict[Metric, float] = {}  # what the last values were when patience began
         self._num_in_vain = 0  # alerts, as `num_in_vain` has them
-        self._num_since_back: int | None = None  # losses, of what was gone back to with the newest
+        self._trial: Trial | None = None  # of a remedy that was taken with going back
         self._ending = Ending()
         self._is_of_data = False
         self._step = 0
@@ -195,8 +195,8 @@ class Judge:
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
         detector = self.detectors[metric]
-        is_to_be_low = metric == "loss" and self._is_to_be_low()
-        self.detectors[metric], verdict = detector.see(value, is_to_be_low=is_to_be_low)
+        edge = self._edge_of_trial(value) if metric == "loss" else math.inf
+        self.detectors[metric], verdict = detector.see(value, edge=edge)
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
         step.had_value_in_range |= verdict == "quiet"
@@ -218,8 +218,10 @@ class Judge:
             self._see_loss(step, value, verdict, ceiling=detector.ceiling)
         if verdict != "alert":
             return None
+        is_below_limit = edge < value <= detector.limit
         if metric == "loss" and is_usable(value):
-            if self._hold.lasts_after_alert(self._worker, is_by_ceiling=detector.is_by_ceiling(value)):
+            is_by_ceiling = is_below_limit or detector.is_by_ceiling(value)
+            if self._hold.lasts_after_alert(self._worker, is_by_ceiling=is_by_ceiling):
                 self.detectors["loss"] = self.detectors["loss"].held()
             else:
                 self._let_go_of_limit()
@@ -229,8 +231,10 @@ class Judge:
             Spell(self._step, detector.expected) if known is None else known.after_alert()
         )
         is_first, step.had_alert = not step.had_alert, True
-        limit = detector.exceeded_by(value)
-        return Excess(metric, value, detector.allowed, limit, is_first, spell, is_new)
+        expected, limit = detector.allowed, detector.bound
+        if is_below_limit:
+            expected, limit = (min(expected[0], edge), edge), edge
+        return Excess(metric, value, expected, limit, is_first, spell, is_new)
 
     def _see_loss(self, step: _Step, value: float, verdict: Verdict, *, ceiling: float | None) -> None:
         """Note what a loss tells of its step, and of what it was gone back to."""
@@ -241,18 +245,14 @@ class Judge:
         is_as_before = verdict == "raised" and step.is_loss_out
         step.is_loss_out = is_as_before or (verdict == "alert" and is_usable(value))
         step.loss_age = 0
-        if self._num_since_back is not None:
-            self._num_since_back += is_usable(value)
 
-    def _is_to_be_low(self) -> bool:
-        """Tell whether the loss is to be as low as it was, by this value and those before.
-
-        It was gone back to what was well, with a remedy that mends: a mean above the range of before tells
-        that the remedy is too mild. A rate that was ten times too high still, of forty, kept the loss below
-        the limit, which is half as high again, and cost up to 12 points.
-        """
-        num = self._num_since_back
-        return num is not None and num >= RECENT - 1 and is_behind_back(self.standing, self._ladder)
+    def _edge_of_trial(self, loss: float) -> float:
+        """Take a loss into account, where a remedy is on trial; give what it is to be no higher than."""
+        if self._trial is None or not is_usable(loss):
+            return math.inf
+        self._trial = self._trial.after(loss)
+        ceiling = self.detectors["loss"].ceiling
+        return math.inf if ceiling is None else self._trial.edge(ceiling, most=self._ladder.quiet_steps)
 
     def see_unusable(self) -> None:
         """Note that something of this step is not finite, be it judged or not."""
@@ -261,19 +261,28 @@ class Judge:
         step.had_value = step.had_unusable = True
         self._attempts = self._attempts.after_unusable()
 
-    def went_back(self, place: int | None = None) -> None:
+    def went_back(self, place: int | None = None, *, is_mended: bool = False) -> None:
         """Note that the model is another, of which nothing is known yet.
 
         Args:
             place: The step or version that it is of, where that is known.
+            is_mended: A remedy was taken with it, which is on trial now. Not of several workers, some of
+                which have the model of before for a step or two.
         """
         self._num_unusable = 0
         self._unusable.clear()
-        self._num_since_back = 0
+        self._trial = self._begun() if is_mended and self.num_workers <= 1 else None
         self._attempts = self._attempts.after(place)
         self._levels.clear()  # which are not of this one: that it begins lower helps nothing
         for step in self._steps.values():
             step.is_loss_out = False
+
+    def _begun(self) -> Trial | None:
+        """Begin the trial of a remedy in this step, whose loss may be judged already or still to come."""
+        if (detector := self.detectors.get("loss")) is None:
+            return None
+        is_to_come = self._steps.get(self._worker, _Step()).loss_age > 0
+        return Trial(detector.band.deviation, num=-1 if is_to_come else 0)
 
     def see_way_back(self, *, is_there: bool) -> None:
         """Hear whether there is something to go back to.
@@ -408,7 +417,7 @@ class Judge:
         if rung is not None or self._is_to_go_back:
             self._strikes.clear()
             self._ending.wait()
-            self._num_since_back = None
+            self._trial = None
         is_behind = self._ladder.back != self._ladder.num_rungs - 1  # else nothing in effect does harm
         is_over = is_behind and self._attempts.were_in_vain(self._ladder.most_back) and self.is_exhausted
         self._is_of_data = self.is_loss_out() and is_astray and is_over
@@ -508,7 +517,7 @@ class Judge:
             "attempts": asdict(self._attempts),
             "levels": dict(self._levels),
             "num_in_vain": self._num_in_vain,
-            "num_since_back": self._num_since_back,
+            "trial": self._trial and asdict(self._trial),
             "ending": self._ending.state(),
             "has_way_back": self._has_way_back,
             "strikes": list(self._strikes.items()),
@@ -536,7 +545,7 @@ class Judge:
         self._hold.load(state.get("hold", {}))  # likewise
         self._levels = dict(state.get("levels", {}))  # likewise
         self._num_in_vain = int(state.get("num_in_vain", 0))  # likewise
-        self._num_since_back = state.get("num_since_back")  # likewise
+        self._trial = Trial(**trial) if (trial := state.get("trial")) else None  # likewise
         self._ending.load(state.get("ending", {}))  # likewise
         self.see_way_back(is_there=bool(state.get("has_way_back", True)))  # likewise
         attempts = state.get("attempts", {})  # likewise

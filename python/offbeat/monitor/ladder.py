@@ -16,7 +16,6 @@ __all__ = [
     "has_more",
     "has_waited",
     "is_all_taken",
-    "is_behind_back",
     "is_exhausted",
     "may_go_back",
     "noted",
@@ -141,18 +140,13 @@ def after_alert(
         return replace(waiting, strikes=0), None
     if rung is None or (is_in_vain and not has_more(standing.taken, ladder)):
         return waiting, None
+    num_again = standing.num_again
+    is_behind = ladder.back in standing.taken and rung in ladder.mending and rung != ladder.back
+    if is_behind and is_astray and not is_elsewhere and not goes_back:
+        num_again += 1
     relapses = min(standing.relapses + standing.has_let_go, MOST_DOUBLINGS)
-    taken, num_again = (*standing.taken, rung), standing.num_again
-    now = Standing(taken=taken, relapses=relapses, num_back=num_back, num_again=num_again)
-    if is_behind_back(now, ladder) and is_astray and not is_elsewhere and not goes_back:
-        now = replace(now, num_again=num_again + 1)
-    return now, rung
-
-
-def is_behind_back(standing: Standing, ladder: Ladder) -> bool:
-    """Tell whether the newest rung mends what the one that goes back, below it, has gone back to."""
-    *below, newest = standing.taken or (None,)
-    return ladder.back in below and newest in ladder.mending and newest != ladder.back
+    taken = (*standing.taken, rung)
+    return Standing(taken=taken, relapses=relapses, num_back=num_back, num_again=num_again), rung
 
 
 def may_go_back(standing: Standing, ladder: Ladder) -> bool:
