@@ -59,8 +59,7 @@ class Detector:
     last few, or it alone is very far out. What is not finite raises one at once, in the warm-up, too; what is
     finite raises one there if it is beyond all that the first values let expect. No value that exceeds the
     edge by so much is fed to the band. A rise by less than some 5 % from value to value is followed, and
-    raises none. Where values are to be no higher than an edge that is given, one above that is an alert, too,
-    whose last few have a mean above it: of a sound run a single one may be there, and that mean hardly ever.
+    raises none.
 
     Attributes:
         metric: Which.
@@ -103,14 +102,8 @@ class Detector:
         limit = self.limit if self.band.is_ready else self._first().limit
         return max(limit, 0.0) ** 2 if self.metric in SQUARES else limit
 
-    def see(self, value: float, *, edge: float = math.inf) -> "tuple[Detector, Verdict]":
-        """Judge a value, and take it up.
-
-        Args:
-            value: It.
-            edge: What it and the mean of the last few, with it, are to be no higher than, be it below the
-                limit or not.
-        """
+    def see(self, value: float) -> "tuple[Detector, Verdict]":
+        """Judge a value, and take it up."""
         if self.metric == "non_finite":
             return self, "quiet" if value == 0 else "alert"
         if self.metric in SQUARES and value >= 0:
@@ -120,13 +113,11 @@ class Detector:
         recent = (*self.recent, value)[-RECENT:]
         if not self.band.is_ready:
             return self._see_first(value, recent)
-        mean = sum(recent) / len(recent)
-        is_above_edge = min(value, mean) > edge
         if value <= self.limit:
             verdict: Verdict = "quiet" if value <= self.high else "raised"
-            after = replace(self, band=self.band.after(value), recent=recent)
-            return after, "alert" if is_above_edge else verdict
-        is_alert = self.band.z(value) >= FAR or mean > self.limit or is_above_edge
+            return replace(self, band=self.band.after(value), recent=recent), verdict
+        is_far = self.band.z(value) >= FAR
+        is_alert = is_far or sum(recent) / len(recent) > self.limit
         return replace(self, recent=recent), "alert" if is_alert else "raised"
 
     def _see_first(self, value: float, recent: tuple[float, ...]) -> "tuple[Detector, Verdict]":
@@ -154,7 +145,7 @@ class Detector:
     def high(self) -> float:
         """The upper edge, of a value or the root of one that is a square; infinite in the warm-up."""
         high = self.band.high
-        return high if self.ceiling is None else min(high, self._limit_of(self.ceiling))
+        return high if self.ceiling is None else min(high, self.limit_of(self.ceiling))
 
     def held(self) -> "Detector":
         """Give one whose limit goes no higher than it is."""
@@ -176,10 +167,11 @@ class Detector:
     @property
     def limit(self) -> float:
         """What a value, or the root of one that is a square, has to exceed."""
-        limit = self._limit_of(self.band.high)
-        return limit if self.ceiling is None else min(limit, self._limit_of(self.ceiling))
+        limit = self.limit_of(self.band.high)
+        return limit if self.ceiling is None else min(limit, self.limit_of(self.ceiling))
 
-    def _limit_of(self, high: float) -> float:
+    def limit_of(self, high: float) -> float:
+        """Give what is above a value by the share."""
         scale = max(abs(high), LEAST_SCALES.get(self.metric, 0.0)) if math.isfinite(high) else 0.0
         return high + self.threshold * scale
 

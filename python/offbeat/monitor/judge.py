@@ -153,6 +153,7 @@ class Judge:
         else:
             released = self._let_go_of_newest(worker) if is_quiet else None
         if released is not None:
+            self._trial = None
             self._hold.await_return()
             self._attempts = self._attempts if self.standing.taken else Attempts()
         return released
@@ -195,8 +196,10 @@ class Judge:
     def see(self, metric: Metric, value: float) -> Excess | None:
         """Judge a reading of this step; give it if it is out of range. `over` says what has ended by it."""
         detector = self.detectors[metric]
+        self.detectors[metric], verdict = detector.see(value)
         edge = self._edge_of_trial(value) if metric == "loss" else math.inf
-        self.detectors[metric], verdict = detector.see(value, edge=edge)
+        is_by_trial = verdict in ("quiet", "raised") and min(value, self.detectors[metric].level) > edge
+        verdict = "alert" if is_by_trial else verdict
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
         step.had_value_in_range |= verdict == "quiet"
@@ -218,22 +221,20 @@ class Judge:
             self._see_loss(step, value, verdict, ceiling=detector.ceiling)
         if verdict != "alert":
             return None
-        is_below_limit = edge < value <= detector.limit
         if metric == "loss" and is_usable(value):
-            is_by_ceiling = is_below_limit or detector.is_by_ceiling(value)
+            is_by_ceiling = is_by_trial or detector.is_by_ceiling(value)
             if self._hold.lasts_after_alert(self._worker, is_by_ceiling=is_by_ceiling):
                 self.detectors["loss"] = self.detectors["loss"].held()
             else:
                 self._let_go_of_limit()
+        expected, limit = detector.allowed, detector.bound
+        if is_by_trial:
+            expected, limit = (min(expected[0], edge), edge), edge
         # A worker that has left in the middle of its alerts ends none of them.
         is_new = not self._spells or self.standing.quiet >= QUIET_VALUES
-        self._spells[key] = spell = (
-            Spell(self._step, detector.expected) if known is None else known.after_alert()
-        )
+        begun = Spell(self._step, expected if is_by_trial else detector.expected)
+        self._spells[key] = spell = begun if known is None else known.after_alert()
         is_first, step.had_alert = not step.had_alert, True
-        expected, limit = detector.allowed, detector.bound
-        if is_below_limit:
-            expected, limit = (min(expected[0], edge), edge), edge
         return Excess(metric, value, expected, limit, is_first, spell, is_new)
 
     def _see_loss(self, step: _Step, value: float, verdict: Verdict, *, ceiling: float | None) -> None:
@@ -247,12 +248,16 @@ class Judge:
         step.loss_age = 0
 
     def _edge_of_trial(self, loss: float) -> float:
-        """Take a loss into account, where a remedy is on trial; give what it is to be no higher than."""
-        if self._trial is None or not is_usable(loss):
+        """Take a loss into account, where a remedy is on trial; give what it is to be no higher than.
+
+        Not of several workers, some of which have the model of before for a step or two. What is above the
+        limit is judged by that, and may be of that model as well, where it is told late.
+        """
+        if self._trial is None or self.num_workers > 1:
             return math.inf
-        self._trial = self._trial.after(loss)
-        ceiling = self.detectors["loss"].ceiling
-        return math.inf if ceiling is None else self._trial.edge(ceiling, most=self._ladder.quiet_steps)
+        if loss <= self.detectors["loss"].limit:
+            self._trial = self._trial.after(loss)
+        return self._trial.edge(self._ladder.quiet_steps)
 
     def see_unusable(self) -> None:
         """Note that something of this step is not finite, be it judged or not."""
@@ -266,23 +271,15 @@ class Judge:
 
         Args:
             place: The step or version that it is of, where that is known.
-            is_mended: A remedy was taken with it, which is on trial now. Not of several workers, some of
-                which have the model of before for a step or two.
+            is_mended: A remedy was taken with it, which is on trial now.
         """
         self._num_unusable = 0
         self._unusable.clear()
-        self._trial = self._begun() if is_mended and self.num_workers <= 1 else None
+        self._trial = Trial.of(self.detectors["loss"]) if is_mended and "loss" in self.detectors else None
         self._attempts = self._attempts.after(place)
         self._levels.clear()  # which are not of this one: that it begins lower helps nothing
         for step in self._steps.values():
             step.is_loss_out = False
-
-    def _begun(self) -> Trial | None:
-        """Begin the trial of a remedy in this step, whose loss may be judged already or still to come."""
-        if (detector := self.detectors.get("loss")) is None:
-            return None
-        is_to_come = self._steps.get(self._worker, _Step()).loss_age > 0
-        return Trial(detector.band.deviation, num=-1 if is_to_come else 0)
 
     def see_way_back(self, *, is_there: bool) -> None:
         """Hear whether there is something to go back to.
@@ -492,6 +489,7 @@ class Judge:
         self._levels.clear()
         self._num_in_vain = 0
         self._attempts = Attempts()
+        self._trial = None
         self.standing = as_anew(self.standing)
         self._ending.begin(len(self.standing.taken))
 
@@ -499,9 +497,11 @@ class Judge:
         """Take a rung out of those in effect, by its place: somebody else has ended it."""
         taken = self.standing.taken
         self.standing = replace(self.standing, taken=(*taken[:place], *taken[place + 1 :]))
+        self._trial = None
         self._ending.leave(place)
 
     def _let_go_of_limit(self) -> None:
+        self._trial = None
         self._hold.end()
         if "loss" in self.detectors:
             self.detectors["loss"] = self.detectors["loss"].let_go()

@@ -1,13 +1,13 @@
 """Whether a remedy holds with which a model was gone back to, by the losses that it has since. A pure value.
 
-The limit is too mild a measure of that: it is half as high again as the range, and what is too high still may
-keep the loss in between.
+The limit is too mild a measure of that: it is half as high again as the range's edge, and a rate that is too
+high still may keep a loss that strays much in between.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-from offbeat.monitor.detector import RECENT
+from offbeat.monitor.detector import RECENT, Detector
 
 __all__ = ["Trial"]
 
@@ -23,28 +23,41 @@ class Trial:
     """What was seen so far.
 
     Attributes:
+        least: What the mean of the last few is no higher than in a sound run.
         deviation: How far single losses had strayed.
-        num: Losses of the model that was gone back to; -1 where one of before it is still to come.
-        first: The first of them: what that model has before it is trained on.
+        num: Losses of the model that was gone back to, but for those above the limit.
+        first: The first of them: what that model has before it is trained on, or soon after.
     """
 
+    least: float
     deviation: float
     num: int = 0
-    first: float = math.inf
+    first: float = -math.inf
+
+    @classmethod
+    def of(cls, detector: Detector) -> "Trial | None":
+        """Begin it, of a loss as it was before; None: that is not known.
+
+        The mean of a few is above the edge hardly ever, and where single ones stray little it is not astray
+        for that, as with data that is a little harder: it is to be above the mean by the share, too, by which
+        a single one is above the edge for an alert.
+        """
+        if detector.ceiling is None:
+            return None
+        return cls(max(detector.ceiling, detector.limit_of(detector.band.mean)), detector.band.deviation)
 
     def after(self, loss: float) -> "Trial":
         """Give it with one more."""
         return replace(self, num=self.num + 1, first=loss if self.num == 0 else self.first)
 
-    def edge(self, ceiling: float, *, most: int) -> float:
+    def edge(self, most: int) -> float:
         """Give what a loss and the mean of the last few are to be no higher than; infinity: they may be.
 
         Of an older model the loss may be above the range of before the alert, and falls as it did then.
 
         Args:
-            ceiling: The upper edge of that range.
             most: After how many losses it has held.
         """
         if not RECENT <= self.num <= most:
             return math.inf
-        return max(ceiling, self.first + STRAY * self.deviation)
+        return max(self.least, self.first + STRAY * self.deviation)
