@@ -24,12 +24,14 @@ class Trial:
 
     Attributes:
         least: What the mean of the last few is no higher than in a sound run.
-        deviation: How far single losses had strayed.
+        mean: Of losses before.
+        deviation: How far single ones had strayed from it.
         num: Losses of the model that was gone back to, but for those above the limit.
         first: The first of them: what that model has before it is trained on, or soon after.
     """
 
     least: float
+    mean: float
     deviation: float
     num: int = 0
     first: float = -math.inf
@@ -44,7 +46,8 @@ class Trial:
         """
         if detector.ceiling is None:
             return None
-        return cls(max(detector.ceiling, detector.limit_of(detector.band.mean)), detector.band.deviation)
+        mean = detector.band.mean
+        return cls(max(detector.ceiling, detector.limit_of(mean)), mean, detector.band.deviation)
 
     def after(self, loss: float) -> "Trial":
         """Give it with one more."""
@@ -53,11 +56,13 @@ class Trial:
     def edge(self, most: int) -> float:
         """Give what a loss and the mean of the last few are to be no higher than; infinity: they may be.
 
-        Of an older model the loss may be above the range of before the alert, and falls as it did then.
+        Of an older model the loss may be above the range of before the alert, and falls as it did then; and
+        higher ones stray more.
 
         Args:
             most: After how many losses it has held.
         """
         if not RECENT <= self.num <= most:
             return math.inf
-        return max(self.least, self.first + STRAY * self.deviation)
+        times = max(self.first / self.mean, 1.0) if self.mean > 0 else 1.0
+        return max(self.least, self.first + STRAY * times * self.deviation)

@@ -103,25 +103,25 @@ class Watched:
 # ------------------------------------------------------------------------------------ the value
 
 
-@hypothesis.given(LOSSES, st.floats(0, 10), st.floats(0, 2), st.integers(5, 20))
+@hypothesis.given(LOSSES, st.floats(0, 10), st.floats(-2, 5), st.floats(0, 2), st.integers(5, 20))
 def test_it_lasts_from_the_fifth_loss_to_the_last_and_goes_by_the_range_or_the_first_loss(
-    losses, least, deviation, most
+    losses, least, mean, deviation, most
 ):
-    trial = Trial(least, deviation)
+    trial = Trial(least, mean, deviation)
     for num, loss in enumerate(losses, start=1):
         trial = trial.after(loss)
         edge = trial.edge(most)
         assert math.isinf(edge) == (not 5 <= num <= most)
-        assert math.isinf(edge) or edge == max(least, losses[0] + 1.5 * deviation)
+        times = losses[0] / mean if mean > 0 and losses[0] > mean else 1.0
+        assert math.isinf(edge) or edge == max(least, losses[0] + 1.5 * times * deviation)
 
 
 @pytest.mark.parametrize(("deviation", "least"), [(0.1, 1.5), (0.2, 1.5), (0.4, 2.0)])
 def test_a_mean_above_the_edge_is_no_harm_unless_it_is_above_the_mean_by_the_share_as_well(deviation, least):
     band = Band(10, seen=10, mean=1.0, variance=deviation**2)
     assert Trial.of(Detector("loss", 0.5, band)) is None, "there was no alert"
-    assert Trial.of(Detector("loss", 0.5, band).held()) == Trial(
-        pytest.approx(least), pytest.approx(deviation)
-    )
+    begun = Trial.of(Detector("loss", 0.5, band).held())
+    assert begun == Trial(pytest.approx(least), 1.0, pytest.approx(deviation))
 
 
 # ------------------------------------------------------------------------------------ in a run
