@@ -476,6 +476,7 @@ class Judge:
         above = [name for name, detector in self.detectors.items() if detector.is_above or name in also]
         self.detectors.update({metric: self.detectors[metric].anew() for metric in above})
         if "loss" in above:
+            self._trial = None
             self._hold.forget_alerts()
         self._levels.clear()
         self._num_in_vain = 0

@@ -57,12 +57,12 @@ class Trial:
         """Give what a loss and the mean of the last few are to be no higher than; infinity: they may be.
 
         Of an older model the loss may be above the range of before the alert, and falls as it did then; and
-        higher ones stray more.
+        higher ones stray by as large a share of them.
 
         Args:
             most: After how many losses it has held.
         """
         if not RECENT <= self.num <= most:
             return math.inf
-        times = max(self.first / self.mean, 1.0) if self.mean > 0 else 1.0
-        return max(self.least, self.first + STRAY * times * self.deviation)
+        share = self.deviation / max(self.mean, self.deviation) if self.mean > 0 else 0.0  # 1 at most
+        return max(self.least, self.first + STRAY * max(self.deviation, share * self.first))

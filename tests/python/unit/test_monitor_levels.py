@@ -9,22 +9,8 @@ from torch import nn
 
 from offbeat import AsyncTrainingMonitor
 from offbeat.local.lr_scale import factor_of
+from support.goes_back import Steps
 from support.small_net import net
-
-
-class Steps:
-    """Keeps a checkpoint of each tenth step, of some at most, and knows to which it went back."""
-
-    def __init__(self, newest=10**9):
-        self.began_step, self.newest, self.went = 0, newest, []
-
-    def checkpoint_steps(self):
-        newest = min(self.began_step // 10 * 10, self.newest)
-        return [step for step in range(newest, newest - 300, -10) if step > 0]
-
-    def rollback(self, step=None):
-        self.went.append(step)
-        return step
 
 
 def watched(metrics=("loss",), *, ladder="reduce_lr", thing=None, model=None, **keywords):

@@ -17,6 +17,7 @@ from offbeat.recovery.files import read
 from offbeat.recovery.saver import Saver
 from offbeat.recovery.trainer import FaultTolerantTrainer
 from support.fault_tolerant import waited
+from support.goes_back import GoesFurther, KeepsNothing, Steps
 from support.small_run import LOSS, STEPS, batches, net
 
 
@@ -405,24 +406,9 @@ def test_where_gradients_are_not_heard_of_a_model_that_breaks_again_later_goes_b
     assert thing.num_calls > 1
 
 
-class Steps:
-    """Keeps a checkpoint of each tenth step, the newest three, and knows to which it went back."""
-
-    def __init__(self):
-        self.began_step, self.went = 0, []
-
-    def checkpoint_steps(self):
-        newest = self.began_step // 10 * 10
-        return [step for step in range(newest, newest - 30, -10) if step > 0]
-
-    def rollback(self, step=None):
-        self.went.append(step)
-        return step
-
-
 def astray(losses, *, state_at=(), ladder=("rollback", "reduce_lr")):
     """Observe losses beside a rollback and a learning rate, in another process from some steps on."""
-    model, thing = net(), Steps()
+    model, thing = net(), Steps(num_kept=3)
     live = torch.optim.SGD(model.parameters(), lr=1.0)
     given = {"patience": 2, "warm_up": 5, "quiet_steps": 1000, "acts_on": [thing, live][: len(ladder)]}
 
@@ -465,18 +451,6 @@ def test_what_was_astray_already_is_gone_back_from_further(state_at):
     assert astray(losses, state_at=state_at) == [40, 30, 30]
 
 
-class GoesFurther:
-    """Goes further back by each call, and does not tell which steps it has."""
-
-    def __init__(self):
-        self.num_calls = 0
-
-    def rollback(self, version=None, /):
-        del version
-        self.num_calls += 1
-        return "what was kept before"
-
-
 def test_what_does_not_tell_where_it_went_is_not_gone_back_to_once_more_with_each_lower_rate():
     model, thing = net(), GoesFurther()
     live = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -514,14 +488,6 @@ def test_what_cannot_be_asked_whether_it_goes_back_costs_no_other_remedy_and_no_
     assert thing.num_calls == 1
 
 
-class KeepsNothing(Steps):
-    def checkpoint_steps(self):
-        return []
-
-    def rollback(self, step=None):
-        raise ConfigError("there is no checkpoint yet")
-
-
 def cut_at(thing, ladder, *, ends_at=None):
     """Give the steps at which the rate was cut, of alerts from step 30 on; from one on in another process."""
     live = torch.optim.SGD(net().parameters(), lr=1.0)
@@ -548,7 +514,7 @@ def test_a_rate_beside_a_rollback_that_finds_no_checkpoint_is_cut_no_sooner_than
     cuts = cut_at(KeepsNothing(), ["rollback", "reduce_lr"], ends_at=ends_at)
     assert len(cuts) == len(alone) == 10
     assert [step - cuts[0] for step in cuts] == [step - alone[0] for step in alone]
-    kept = cut_at(Steps(), ["rollback", "reduce_lr"], ends_at=ends_at)
+    kept = cut_at(Steps(num_kept=3), ["rollback", "reduce_lr"], ends_at=ends_at)
     assert [later - step for step, later in itertools.pairwise(kept)] == [2] * 9
 
 

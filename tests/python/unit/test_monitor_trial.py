@@ -8,49 +8,16 @@ import torch
 from hypothesis import strategies as st
 
 from offbeat import AsyncTrainingMonitor
-from offbeat.errors import ConfigError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor.band import Band
 from offbeat.monitor.detector import Detector
+from offbeat.monitor.judge import Judge
+from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.trial import Trial
+from support.goes_back import GoesFurther, KeepsNothing, Steps
 from support.small_net import net
 
 LOSSES = st.lists(st.floats(0, 10), max_size=30)
-MEANS = st.floats(-2, 0) | st.floats(0.01, 5)  # with one that is nearly 0 the edge is infinite
-
-
-class Steps:
-    """Keeps a checkpoint of each so many steps, and goes back to one."""
-
-    def __init__(self, every=10):
-        self.every, self.began_step, self.went = every, 0, []
-
-    def checkpoint_steps(self):
-        return [
-            step for step in range(self.began_step // self.every * self.every, 0, -self.every) if step > 0
-        ]
-
-    def rollback(self, step=None):
-        self.went.append(step)
-        return step
-
-
-class KeepsNothing(Steps):
-    def checkpoint_steps(self):
-        return []
-
-    def rollback(self, step=None):
-        raise ConfigError("there is no checkpoint yet")
-
-
-class DoesNotTell:
-    """Goes back, and does not tell which steps it has."""
-
-    began_step = 0
-
-    def rollback(self, version=None, /):
-        del version
-        return "what was kept before"
 
 
 class NoOptimizerYet:
@@ -104,7 +71,7 @@ class Watched:
 # ------------------------------------------------------------------------------------ the value
 
 
-@hypothesis.given(LOSSES, st.floats(0, 10), MEANS, st.floats(0, 2), st.integers(5, 20))
+@hypothesis.given(LOSSES, st.floats(0, 10), st.floats(-2, 5), st.floats(0, 2), st.integers(5, 20))
 def test_it_lasts_from_the_fifth_loss_to_the_last_and_goes_by_the_range_or_the_first_loss(
     losses, least, mean, deviation, most
 ):
@@ -113,8 +80,28 @@ def test_it_lasts_from_the_fifth_loss_to_the_last_and_goes_by_the_range_or_the_f
         trial = trial.after(loss)
         edge = trial.edge(most)
         assert math.isinf(edge) == (not 5 <= num <= most)
-        times = losses[0] / mean if mean > 0 and losses[0] > mean else 1.0
-        assert math.isinf(edge) or edge == max(least, losses[0] + 1.5 * times * deviation)
+        assert math.isinf(edge) or edge >= max(least, losses[0] + 1.5 * deviation)
+        if not math.isinf(edge) and losses[0] <= mean:
+            assert edge == max(least, losses[0] + 1.5 * deviation)
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "stray"),
+    [
+        (1.0, 0.2, 0.6),
+        (2.0, 0.2, 0.3),
+        (4.0, 0.2, 0.2),
+        (0.1, 0.2, 3.0),
+        (5e-324, 0.2, 3.0),
+        (-1.0, 0.2, 0.2),
+        (1.0, 0.0, 0.0),
+    ],
+)
+def test_a_loss_that_was_higher_strays_as_much_more_and_no_more_than_by_itself(mean, deviation, stray):
+    trial = Trial(0.0, mean, deviation)
+    for _ in range(5):
+        trial = trial.after(3.0)
+    assert trial.edge(100) == pytest.approx(3.0 + 1.5 * stray)
 
 
 @pytest.mark.parametrize(("deviation", "least"), [(0.1, 1.5), (0.2, 1.5), (0.4, 2.0)])
@@ -184,7 +171,7 @@ def test_a_loss_in_the_range_is_no_alert_whatever_came_before():
         (Steps, ["reduce_lr", "rollback"]),
         (Steps, ["rollback", "alert"]),
         (KeepsNothing, ["rollback", "reduce_lr"]),
-        (DoesNotTell, ["rollback", "reduce_lr"]),
+        (GoesFurther, ["rollback", "reduce_lr"]),
     ],
 )
 def test_nothing_is_on_trial_where_nothing_was_taken_with_going_back(thing, ladder):
@@ -272,6 +259,25 @@ def test_it_ends_with_what_is_on_trial():
     for n in range(300):
         run.see(gradient_norm=1.0, **({"loss": 1.9} if n % 10 == 0 else {}))
     assert len(run.alerts) == num
+
+
+def test_it_ends_where_the_range_is_learnt_anew():
+    ladder = Ladder(
+        2, patience=2, quiet_steps=1000, repeats=3, back=0, most_back=3, mending=frozenset({0, 1})
+    )
+    made = Judge(["loss"], ladder, threshold=0.5, warm_up=5)
+    for step in range(6):
+        made.begin(step)
+        made.see("loss", 1.0)
+    made.begin(6)
+    assert made.see("loss", 9.0) is not None
+    made.went_back(5, is_mended=True)
+    made.take_level(also=["loss"])
+    found = []
+    for step in range(7, 60):
+        made.begin(step)
+        found.append(made.see("loss", 3.0 if step < 20 else 4.0))
+    assert found == [None] * 53, "the limit is 4.5 now"
 
 
 def test_a_worker_that_joins_ends_it():
