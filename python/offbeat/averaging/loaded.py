@@ -3,11 +3,11 @@
 import weakref
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat import log
 from offbeat.averaging.members import Members
 from offbeat.averaging.served import Served
+from offbeat.local.every_step import before_every_step
 
 __all__ = ["GONE_ON", "Untrained", "keep_to_the_others"]
 
@@ -25,7 +25,7 @@ class Untrained:
         self._members = members if isinstance(members, Served) and members.has_gone_on else None
         if self._members is not None:
             self._ids = {id(parameter) for parameter in self._members.parameters}
-            _listen()
+            before_every_step(_before)
             _untrained.add(self)
 
     @property
@@ -70,13 +70,6 @@ GONE_ON = (
 """Of one that was started again."""
 
 _untrained: weakref.WeakSet[Untrained] = weakref.WeakSet()
-_hooks: list[object] = []
-
-
-def _listen() -> None:
-    """Hear of each optimizer's steps, from the first on: torch bears no change of hooks within one."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before))
 
 
 def _before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

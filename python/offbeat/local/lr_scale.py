@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from offbeat.local.every_step import before_every_step
 
 __all__ = ["arrange", "factor_of", "listen", "scale", "unscale"]
 
@@ -38,7 +39,6 @@ class _Scaled:
 
 
 _scaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Scaled] = weakref.WeakKeyDictionary()
-_hooks: list[RemovableHandle] = []
 
 
 def factor_of(optimizer: torch.optim.Optimizer) -> float:
@@ -72,10 +72,9 @@ def listen() -> None:
     """Hear of each step of any optimizer, of which those that are scaled need it; from the first time on.
 
     Whoever scales within such a hook of his own calls this before he registers that: torch goes through them
-    while he scales, and bears no change of them then. For the same reason it is never taken back.
+    while he scales, and bears no change of them then.
     """
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_arrange))
+    before_every_step(_arrange)
 
 
 def arrange(optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from offbeat.monitor.number import number
 from offbeat.monitor.onset import Onset
 from offbeat.monitor.remedies import until_when
 from offbeat.monitor.report import MonitorReport
-from offbeat.monitor.settings import Callback, Given, resolve
+from offbeat.monitor.settings import LR_FACTOR, Callback, Given, resolve
 from offbeat.monitor.skips import Skips
 from offbeat.naming import known_attributes, known_keywords
 
@@ -164,7 +164,7 @@ class AsyncTrainingMonitor:
         warm_up: int = 25,
         patience: int = 5,
         quiet_steps: int = 100,
-        lr_factor: float = 0.5,
+        lr_factor: float = LR_FACTOR,
         grad_scaler: "torch.amp.GradScaler | None" = None,
         pause_timeout_s: float | None = None,
     ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from offbeat import log
 from offbeat.checks import Faults, at_least_one, is_number, objects, refuse, seconds
 from offbeat.errors import ConfigError
 from offbeat.monitor.alert import Alert
@@ -17,9 +18,12 @@ from offbeat.trained_by import trainers_of
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Callback", "Given", "Settings", "resolve"]
+__all__ = ["LR_FACTOR", "Callback", "Given", "Settings", "resolve"]
 
 Callback = Callable[[Alert], object]
+
+LR_FACTOR = 0.5
+"""What "reduce_lr" multiplies by where nothing else is given."""
 
 ON_GRADIENTS = frozenset({"clip", "reject"})
 """Remedies that act on the gradients of the model."""
@@ -124,6 +128,8 @@ def resolve(given: Given) -> Settings:
         faults.append(f"callbacks is {given.callbacks!r}: give a function of an Alert, or a list of them")
     refuse(faults + _of_members(given, set(metrics or ()), set(names or ())))
     remedies = _remedies(given, cast(tuple[str, ...], names))
+    for warning in _warnings(given, set(names or ())):
+        log.warn(warning)
     callbacks = tuple(cast(Sequence[Callback], told))
     find = _finds(given)
     return Settings(
@@ -188,13 +194,38 @@ def _remedies(given: Given, names: Sequence[str]) -> tuple[Remedy, ...]:
                 f"{NEEDS[name]}{_where_from(given, name, found)}"
             )
     faults += [
-        f"acts_on has a {type(thing).__name__}, and none of the remedies ({', '.join(names)}) acts on one: "
-        f"leave it out"
+        f"acts_on has one of type {type(thing).__name__}, and none of the remedies ({', '.join(names)}) acts "
+        f"on it: leave it out"
         for thing in things
         if not any(remedy.may_act_on(thing) for remedy in made.values())
     ]
     refuse(faults)
     return tuple(made[name] for name in names)
+
+
+def _warnings(given: Given, names: set[str]) -> list[str]:
+    """Word what can be used and has no effect, or perhaps not the one that was meant."""
+    warnings = []
+    if given.lr_factor != LR_FACTOR and "reduce_lr" not in names:
+        warnings.append(f"lr_factor={given.lr_factor!r} has no effect: no remedy is 'reduce_lr'")
+    if given.pause_timeout_s is not None and "pause" not in names:
+        warnings.append(f"pause_timeout_s={given.pause_timeout_s!r} has no effect: no remedy is 'pause'")
+    if given.model is not None and (others := _of_other_models(given)):
+        warnings.append(
+            f"acts_on has {' and '.join(others)} with none of this model's parameters, and no optimizer with "
+            f"any: what is reduced is not the rate of what is judged"
+        )
+    return warnings
+
+
+def _of_other_models(given: Given) -> list[str]:
+    """Name the optimizers that are given, where none of them has a parameter of the model."""
+    from torch.optim import Optimizer
+
+    optimizers = [thing for thing in _acts_on(given) if isinstance(thing, Optimizer)]
+    ours = {id(p) for p in cast("nn.Module", given.model).parameters()}
+    theirs = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    return [] if ours & theirs else [f"the optimizer {type(one).__name__}" for one in optimizers]
 
 
 def _where_from(given: Given, name: str, found: Sequence[object]) -> str:

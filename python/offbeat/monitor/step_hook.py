@@ -1,8 +1,7 @@
 """One hook before each optimizer's step, for all who want one.
 
-Torch bears no change of its hooks while a step goes through them; and whoever has one may be closed within a
-step, by a callback, or be collected there, where nobody holds it any more. So this one is never taken back;
-and among a user's own hooks on every optimizer it stands where the first who asked came.
+Whoever has one may be closed within a step, by a callback, or be collected there, where nobody holds it any
+more. Among a user's own hooks on every optimizer this one stands where the first who asked came.
 """
 
 import contextlib
@@ -10,8 +9,8 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+
+from offbeat.local.every_step import before_every_step
 
 __all__ = ["Asked", "ask", "ask_no_more"]
 
@@ -26,13 +25,11 @@ class Asked(Protocol):
 
 
 _asked: list[weakref.ref[Asked]] = []
-_hooks: list[RemovableHandle] = []
 
 
 def ask(who: Asked) -> None:
     """Ask it before each step of any optimizer, as long as it is there, behind those asked already."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before))
+    before_every_step(_before)
     for gone in [one for one in _asked if one() is None]:
         _leave(gone)
     _asked.append(weakref.ref(who))

@@ -943,8 +943,34 @@ def test_every_remedy_without_anything_to_act_on_is_named_and_what_is_there():
 
 
 def test_what_no_remedy_acts_on_is_refused():
-    with pytest.raises(ConfigError, match=r"acts_on has a Linear.*leave it out"):
+    with pytest.raises(ConfigError, match=r"acts_on has one of type Linear.*leave it out"):
         AsyncTrainingMonitor(remediation_strategy="pause", acts_on=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"lr_factor": 0.1}, "lr_factor=0.1 has no effect: no remedy is 'reduce_lr'"),
+        ({"pause_timeout_s": 3}, "pause_timeout_s=3 has no effect: no remedy is 'pause'"),
+    ],
+)
+def test_a_keyword_of_a_remedy_that_is_not_taken_is_warned_of(caplog, given, told):
+    with caplog.at_level("WARNING", logger="offbeat"):
+        AsyncTrainingMonitor(net(), remediation_strategy=["alert", "reject"], **given)
+    assert caplog.messages == [told]
+
+
+def test_optimizers_that_all_are_of_another_model_are_warned_of(caplog):
+    model, other = net(), net()
+    own, others = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    with caplog.at_level("WARNING", logger="offbeat"):
+        AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", acts_on=own, lr_factor=0.1)
+        AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", acts_on=[others, own])
+        AsyncTrainingMonitor(remediation_strategy=["reduce_lr", "pause"], acts_on=others, pause_timeout_s=3)
+        assert not caplog.messages
+        AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", acts_on=others)
+    (told,) = caplog.messages
+    assert "acts_on has the optimizer SGD with none of this model's parameters" in told
 
 
 def test_members_of_a_group_drop_nothing_by_what_is_each_ones_own():
