@@ -200,6 +200,9 @@ class AsyncModelAverager:
         self._origin = process.Origin(type(self).__name__)
         trained_by.register(model, self)
         log.info("%r", self)
+        members = self._turns.members
+        if isinstance(members, Served) and members.name != f"worker-{self.rank}":
+            log.announce(f"this averager, of rank {self.rank}, is {members.name} at the server")
 
     # ------------------------------------------------------------------ training
 

@@ -157,8 +157,14 @@ class Served:
 
     @property
     def shown(self) -> str:
-        """How many there are, for people."""
-        return f"{self.size} in its newest round" if self._company.is_known else "in no round yet"
+        """What it is called at the server, and how many there are, for people."""
+        num = f"{self.size} in its newest round" if self._company.is_known else "in no round yet"
+        return f"{self.name} at the server, {num}"
+
+    @property
+    def name(self) -> str | None:
+        """What the server calls it, in the order in which they came: no rank. None: it has not met it yet."""
+        return self._presence.name
 
     @property
     def is_closed(self) -> bool:

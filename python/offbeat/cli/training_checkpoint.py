@@ -21,6 +21,9 @@ from offbeat.recovery.manifest import MANIFEST, MODEL, Manifest
 __all__ = ["export", "inspect", "refuse_among", "verify_all"]
 
 
+LOOKED_AT = "by manifests and the lengths of files: what is in these, `offbeat checkpoint verify` compares"
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A checkpoint of a directory.
@@ -232,7 +235,7 @@ def _directory(path: Path, found: list[_Seen], aside: list[str]) -> str:
     lines = [f"{count} of a training in {path}, newest first" if found else f"no checkpoint yet in {path}"]
     if found:
         head = ["checkpoint", "written", "good", "step", "epoch", "loss", "monitored", "size"]
-        lines += ["", columns([head, *map(_row, found)], left=3), ""]
+        lines += ["", columns([head, *map(_row, found)], left=3), "", LOOKED_AT]
     lines += [seen.fault for seen in found if seen.fault is not None]
     if aside:
         lines.append(f"set aside: {', '.join(aside)}")

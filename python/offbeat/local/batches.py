@@ -25,6 +25,7 @@ __all__ = [
     "is_map_style",
     "loaded",
     "moved",
+    "no_batch",
     "split",
 ]
 
@@ -33,6 +34,9 @@ MAKE_PAIRS = (
     "pair forward gets as its one argument"
 )
 """What to do where a batch is none."""
+
+_ONCE = "builtins", "itertools", DataLoader.__module__
+"""Modules whose iterators give what they have once: after that they are empty."""
 
 _FIRST_DIMENSION = "give inputs or targets whose first dimension is the batch's"
 
@@ -167,9 +171,20 @@ def batches_of(
 
 
 def gives_once(batches: Iterable[Any]) -> bool:
-    """Whether this is a generator or one of Python's own iterators; a loader's own may begin anew."""
-    once = isinstance(batches, GeneratorType) or type(batches).__module__ in ("builtins", "itertools")
+    """Whether this is a generator, or an iterator of Python's own or of a DataLoader.
+
+    Another loader's own may begin anew; where it does not, `no_batch` tells.
+    """
+    once = isinstance(batches, GeneratorType) or type(batches).__module__ in _ONCE
     return once and isinstance(batches, Iterator)
+
+
+def no_batch(epoch: int) -> ConfigError:
+    """Give the error of a pass, counted from 0, that gave no batch, where there is to be one."""
+    return ConfigError(
+        f"the data gave no batch in epoch {epoch + 1}, so that there is nothing to train on: look at its "
+        f"length, at drop_last, and whether it can be gone through again"
+    )
 
 
 def loaded(data: Iterable[Any] | Dataset[Any], batch_size: int, *, name: str = "loader") -> Iterable[Any]:

@@ -11,8 +11,9 @@ from typing import Any, NoReturn, Self
 import torch
 
 from offbeat import log, process, trained_by
-from offbeat.errors import ConfigError, ConnectionLostError
+from offbeat.errors import ConnectionLostError
 from offbeat.history import History
+from offbeat.local.batches import no_batch
 from offbeat.local.evaluate import Each
 from offbeat.local.finite import Finiteness
 from offbeat.local.log_lines import (
@@ -371,10 +372,7 @@ class Run:
             if self._plan.goal.max_steps is not None and history.steps >= self._plan.goal.max_steps:
                 return False
         if not self._account.place.batch:
-            raise ConfigError(
-                f"the data gave no batch in epoch {self._account.place.epoch + 1}, so that there is nothing "
-                f"to train on: look at its length, at drop_last, and whether it can be gone through again"
-            )
+            raise no_batch(self._account.place.epoch)
         return True
 
     def _save_if_wanted(self, *, has_stepped: bool) -> None:

@@ -1,5 +1,6 @@
 """Who is told as training goes on."""
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback", "Callbacks", "Step", "callbacks_of"]
 
-METHODS = ("on_step", "on_log", "on_epoch_end", "on_train_end")
+METHODS = {"on_step": "step", "on_log": "record", "on_epoch_end": "epoch", "on_train_end": "history"}
+"""Hooks, and what each is called with besides the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,8 @@ def callbacks_of(given: object) -> list[Any]:
     """Make a list of what a user gave as `callbacks`.
 
     Raises:
-        ConfigError: Naming each that is none, and each method that is named nearly as a hook is, which nobody
-            would call.
+        ConfigError: Naming each that is none, each method that is named nearly as a hook is, which nobody
+            would call, and each hook that cannot be called as it will be.
     """
     given = () if given is None else given
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
@@ -106,8 +108,29 @@ def callbacks_of(given: object) -> list[Any]:
             faults += [f"callbacks has {one!r:.100}: {unknown('hook', name, METHODS)}" for name in mistyped]
         elif not any(callable(getattr(one, name, None)) for name in METHODS):
             faults.append(f"callbacks has {one!r:.100}: give objects with any of {', '.join(METHODS)}")
+        faults += [] if wrong else _uncallable(one)
     refuse(faults)
     return several
+
+
+def _uncallable(one: object) -> list[str]:
+    """Word of each hook that takes other arguments than it will get, which would come out as it is called."""
+    faults = []
+    for name, what in METHODS.items():
+        if not callable(hook := getattr(one, name, None)):
+            continue
+        try:
+            signature = inspect.signature(hook)
+        except (TypeError, ValueError):  # of a builtin, nobody knows
+            continue
+        try:
+            signature.bind(None, None)
+        except TypeError:
+            faults.append(
+                f"callbacks has {one!r:.100}, whose {name}{signature} cannot be called with (trainer, "
+                f"{what}), as it will be: let it take both"
+            )
+    return faults
 
 
 def _mistyped(one: object) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from offbeat import log
 from offbeat.history import History
-from offbeat.local.batches import Epochs, Given
+from offbeat.local.batches import Epochs, Given, no_batch
 from offbeat.local.finite import Finiteness
 from offbeat.local.log_lines import LogLines
 from offbeat.local.loss import wake
@@ -148,6 +148,8 @@ class Loop:
                 if plan.max_steps is not None and history.steps >= plan.max_steps:
                     history.stopped = "max_steps"
                     return
+            if history.samples and not self.is_within_a_pass:  # one that never gave any is warned of
+                raise no_batch(epoch)
             strategy.end_epoch()
             self._note()
             history.epochs += 1

@@ -8,7 +8,7 @@ import torch
 
 from offbeat import trained_by
 from offbeat.history import History
-from offbeat.local.batches import MAKE_PAIRS, Epochs, Given, check_any, count, moved, split
+from offbeat.local.batches import MAKE_PAIRS, Epochs, Given, check_any, count, moved, no_batch, split
 from offbeat.local.log_lines import LogLines
 from offbeat.local.loss import LossFunction, LossReduction, check_loss, wake
 from offbeat.local.progress import Progress
@@ -136,7 +136,8 @@ class _Loop:
     def _train(self) -> None:
         plan, history = self._plan, self._history
         for number in range(plan.epochs):
-            for batch in plan.source.epoch(plan.first_epoch + number):
+            epoch, before = plan.first_epoch + number, history.samples
+            for batch in plan.source.epoch(epoch):
                 self._batch(batch)
                 if self._account.is_out_of_budget:
                     return
@@ -144,6 +145,8 @@ class _Loop:
                     self._count(self._steps.push_rest)
                     history.stopped = "max_steps"
                     return
+            if before and history.samples == before:  # one that never gave any is warned of
+                raise no_batch(epoch)
             self._count(self._steps.push_rest)
             history.epochs += 1
             if self._account.is_out_of_budget:

@@ -234,12 +234,21 @@ def two_of_before(monkeypatch):
 def test_a_member_at_a_server_is_shown_with_how_many_its_newest_round_had(server):
     with at(server.address, Counter().model, 0, 1, averaging_frequency=1, overlap=False) as first:
         first.step(1)
-        assert repr(first).startswith(
-            "<offbeat.AsyncModelAverager member 0, 1 in its newest round, Average()"
+        shown = (
+            "<offbeat.AsyncModelAverager member 0, worker-0 at the server, 1 in its newest round, Average()"
         )
+        assert repr(first).startswith(shown)
         late_model = Counter().model
         with at(server.address, late_model, 2, 3, averaging_frequency=1, overlap=False) as late:
-            assert repr(late).startswith("<offbeat.AsyncModelAverager member 2, in no round yet, Average()")
+            shown = "<offbeat.AsyncModelAverager member 2, worker-1 at the server, in no round yet, Average()"
+            assert repr(late).startswith(shown)
+
+
+def test_a_member_says_what_it_is_called_at_a_server_where_that_is_not_its_rank(server, caplog):
+    with caplog.at_level("INFO", logger="offbeat"), at(server.address, Counter().model, 0, 1):
+        assert "at the server" not in "".join(m for m in caplog.messages if not m.startswith("<"))
+        with at(server.address, Counter().model, 2, 3):
+            assert "this averager, of rank 2, is worker-1 at the server" in caplog.messages
 
 
 def test_members_end_together_at_a_server_that_knows_nobody_of_before(two_of_before):

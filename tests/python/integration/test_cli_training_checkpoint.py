@@ -49,6 +49,7 @@ def test_inspect_tells_of_a_directory_and_of_one(kept, capsys):
     assert code == 0
     assert "checkpoints of a training in" in out
     assert all(name in out for name in names(folder))
+    assert "lengths of files: what is in these, `offbeat checkpoint verify` compares" in out
     code, out, _ = offbeat(capsys, "inspect", folder / newest)
     assert code == 0
     assert "step 40, " in out

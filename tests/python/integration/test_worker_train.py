@@ -97,6 +97,23 @@ def test_a_loader_that_gives_its_batches_once_is_refused_for_several_epochs(trai
     with pytest.raises(ConfigError, match="a generator, which gives its batches once, and epochs is 3: give"):
         train(dataloader=batches(), epochs=3)
     assert train(dataloader=batches()).samples == 30
+    loader = DataLoader(dataset(30), batch_size=10)
+    with pytest.raises(
+        ConfigError, match="DataLoaderIter, which gives its batches once, and epochs is 2: give"
+    ):
+        train(dataloader=iter(loader), epochs=2)
+    assert train(dataloader=iter(loader)).samples == 30
+
+
+def test_a_pass_that_gives_nothing_after_one_that_did_is_an_error(train):
+    class Once:
+        batches = iter([tuple(dataset(30).tensors)])
+
+        def __iter__(self):
+            return self.batches
+
+    with pytest.raises(ConfigError, match=r"the data gave no batch in epoch 2, .* gone through again"):
+        train(dataloader=Once(), epochs=3)
 
 
 @pytest.mark.parametrize("name", ["epochs", "log_frequency", "max_steps"])

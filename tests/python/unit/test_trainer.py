@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.utils.data import DataLoader
 
 import offbeat
 from offbeat import averaging, optim
@@ -353,6 +354,50 @@ def test_what_makes_a_scheduler_may_be_an_equal_one_at_each_call():
         scheduler = functools.partial(StepLR, step_size=3, gamma=0.5)
         train(trainer, offbeat.optim.SGD(lr=1.0), scheduler=scheduler)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.25  # of 4 times 2 epochs
+
+
+class Once:
+    """Gives an iterator that is used up after the first pass."""
+
+    def __init__(self):
+        self._batches = iter(DATA)
+
+    def __iter__(self):
+        return self._batches
+
+
+@pytest.mark.parametrize("strategy", ["local", "accumulate", averaging.Average()])
+def test_a_pass_that_gives_nothing_after_one_that_did_is_an_error(strategy):
+    trainer = offbeat.AsyncTrainer(model(), 0, 1, 1, strategy=strategy)
+    live = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match=r"the data gave no batch in epoch 2, .* gone through again"):
+        train(trainer, live, data=Once(), scheduler=StepLR(live, step_size=1, gamma=0.5))
+    assert live.param_groups[0]["lr"] == 0.5  # of the epoch that was trained
+    with pytest.raises(ConfigError, match="DataLoaderIter, which gives its batches once, and epochs is 2"):
+        train(trainer, live, data=iter(DataLoader(DATA, batch_size=None)))
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        (lambda self, trainer: None, r"on_epoch_end\(trainer\) cannot be called with \(trainer, epoch\)"),
+        (lambda self, trainer, epoch, logs: None, r"on_epoch_end\(trainer, epoch, logs\) cannot be called"),
+    ],
+)
+def test_a_hook_that_takes_other_arguments_is_refused_before_anything_is_trained(hook, told):
+    kind = type("Mine", (), {"on_epoch_end": hook, "on_train_end": lambda self, *args: None})
+    with pytest.raises(ConfigError, match=told):
+        offbeat.AsyncTrainer(model(), callbacks=kind())
+
+
+def test_hooks_may_take_what_they_get_in_any_way():
+    seen = []
+    kind = type(
+        "Mine", (), {"on_log": lambda *args: None, "on_epoch_end": lambda *_, **more: seen.append(more)}
+    )
+    builtin = type("Named", (), {"on_train_end": print})
+    train(offbeat.AsyncTrainer(model(), callbacks=[kind(), builtin()]), optim.SGD(lr=0.1))
+    assert seen == [{}, {}]
 
 
 def test_a_loader_that_gives_nothing_is_warned_of(caplog):
