@@ -64,11 +64,12 @@ class AsyncGradientAccumulator:
     Alone, an update is what one batch of all samples would give: exact for losses that are a mean or a sum
     over the batch, and models without batch statistics (BatchNorm sees micro-batches). With a process group
     of torch's (`offbeat.init_distributed("gloo")`) an update is of all members' micro-batches, weighted by
-    their counts; all members start from the first one's model, and their parameters stay equal. Buffers,
-    such as BatchNorm's running statistics, are each member's own until `flush`, which gives all their mean;
-    what a batch that is not finite left there goes back to what was there before its window. The largest
-    buffers, such as a table's, have no part in that where all together have more numbers than are trained,
-    and than four million: copies would cost too much. One that became NaN or infinite is warned of.
+    their counts; all members start from the first one's model, and their parameters stay equal. Buffers, such
+    as BatchNorm's running statistics, are each member's own until `flush`, which gives all their mean (of
+    whole numbers, and of sparse ones, the first member's); what a batch that is not finite left there goes
+    back to what was there before its window. The largest buffers, such as a table's, have no part in that
+    where all together have more numbers than are trained, and than four million: copies would cost too much.
+    One that became NaN or infinite is warned of.
 
     With ``overlap=True`` members reduce a window's sum while they work on the next window: its update is
     made at the end of that, one update late. Late updates bear less momentum and smaller learning rates: with

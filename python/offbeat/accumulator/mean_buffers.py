@@ -1,13 +1,14 @@
 """The mean of members' buffers, by the samples that each has seen; what is not finite has no part in it."""
 
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import distributed
 
 from offbeat.local.flat import wide
-from offbeat.local.group import is_alike
+from offbeat.local.group import is_alike, is_plain, take_first
 
 __all__ = ["left_out", "make_alike", "shares", "words_of"]
 
@@ -18,7 +19,9 @@ def make_alike(
     samples: int,
     device: torch.device,
 ) -> dict[str, list[int]]:
-    """Give floating buffers that differ their mean over members, by samples; others the first one's.
+    """Give buffers that differ their mean over members, by samples; or else the first one's.
+
+    Those that have no mean are of whole numbers or truth values, sparse, quantized or nested.
 
     Args:
         group: Of the members, all of which call this.
@@ -34,18 +37,18 @@ def make_alike(
         for name, buffer in buffers.items():
             if is_alike(group, _bits(buffer), device):
                 continue  # as a mask or a table is: a mean would round it
-            if not buffer.is_floating_point():
-                value = buffer.contiguous()
-                distributed.broadcast(value, group=group, group_src=0)
-            else:
-                value = buffer.to(wide(buffer.dtype)).contiguous()
-                everybody = _told(group, device, samples=samples, is_finite=bool(value.isfinite().all()))
-                if ranks := left_out(*everybody):
-                    out[name] = ranks
-                share = shares(*everybody)[distributed.get_rank(group)]
-                # What counts for nothing may be infinite.
-                value = value * share if share else torch.zeros_like(value)
-                distributed.all_reduce(value, group=group)
+            if not (is_plain(buffer) and (buffer.is_floating_point() or buffer.is_complex())):
+                take_first(group, buffer)
+                continue
+            value = buffer.to(wide(buffer.dtype)).contiguous()
+            everybody = _told(group, device, samples=samples, is_finite=bool(value.isfinite().all()))
+            if ranks := left_out(*everybody):
+                out[name] = ranks
+            share = shares(*everybody)[distributed.get_rank(group)]
+            # What counts for nothing may be infinite.
+            value = value * share if share else torch.zeros_like(value)
+            # Backends do not add up complex numbers, all of them.
+            distributed.all_reduce(torch.view_as_real(value) if value.is_complex() else value, group=group)
             buffer.copy_(value)
     return out
 
@@ -95,5 +98,18 @@ def _told(
 
 
 def _bits(tensor: torch.Tensor) -> str:
-    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(numbers.data).hexdigest()
+    """Give a digest of a tensor's values."""
+    values = tensor.detach().cpu()
+    if is_plain(values):
+        parts = [values]
+    elif values.is_quantized or values.is_nested:
+        kept = io.BytesIO()
+        torch.save(values, kept)
+        return hashlib.sha256(kept.getbuffer()).hexdigest()
+    else:
+        sparse = values.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
+        parts = [sparse.indices(), sparse.values()]
+    seen = hashlib.sha256()
+    for part in parts:
+        seen.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return seen.hexdigest()

@@ -28,8 +28,10 @@ __all__ = [
     "group_of",
     "is_alike",
     "is_other",
+    "is_plain",
     "listed",
     "own_group",
+    "take_first",
     "timeout_of",
 ]
 
@@ -40,6 +42,9 @@ ROUNDING = 1e-12
 
 MAKE_A_GROUP = "make a group by offbeat.init_distributed('gloo') (or 'nccl'; 'tcp' makes none)"
 """What to do where several processes have no group of torch's, and are to have one."""
+
+COMPRESSED = torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
+"""Sparse layouts whose rows or columns are counted."""
 
 MOST_DIFFERENCES = 3
 """Settings named where members differ; of the others it is said how many there are."""
@@ -243,12 +248,32 @@ def is_alike(group: "distributed.ProcessGroup", value: object, device: torch.dev
 
 def begin_alike(group: "distributed.ProcessGroup", tensors: Iterable[torch.Tensor]) -> None:
     """Give all members the first one's values, in place."""
+    for tensor in tensors:
+        take_first(group, tensor)
+
+
+def take_first(group: "distributed.ProcessGroup", tensor: torch.Tensor) -> None:
+    """Give all members the first one's values of a tensor, in place; it is of one shape and dtype in all."""
     with torch.no_grad():
-        for tensor in tensors:
-            first = tensor.detach().contiguous()  # what is strided otherwise would travel with its gaps
-            if first.numel():  # as bytes: backends know few dtypes
-                distributed.broadcast(first.reshape(-1).view(torch.uint8), group=group, group_src=0)
+        if not is_plain(tensor):
+            told: list[Any] = [tensor.detach().cpu()]
+            distributed.broadcast_object_list(told, group=group, group_src=0)
+            first = told[0].to(tensor.device)
+            if tensor.layout in COMPRESSED and tensor.values().shape != first.values().shape:
+                # Torch copies as many values as there are, and no others.
+                torch.utils.swap_tensors(tensor, first)  # type: ignore[no-untyped-call]
+            else:
                 tensor.copy_(first)
+            return
+        first = tensor.detach().contiguous()  # what is strided otherwise would travel with its gaps
+        if first.numel():  # as bytes: backends know few dtypes
+            distributed.broadcast(first.reshape(-1).view(torch.uint8), group=group, group_src=0)
+            tensor.copy_(first)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's values are all in memory of its own, one behind the other or by strides."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def digest(value: object) -> float:

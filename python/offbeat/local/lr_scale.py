@@ -6,14 +6,16 @@ of the step sees the scaled rate either: one that lets a scheduler step reads an
 """
 
 import math
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.local.every_step import before_every_step
+from offbeat.local.every_step import before_every_step, with_closure
 
 __all__ = ["arrange", "factor_of", "listen", "scale", "unscale"]
 
@@ -24,13 +26,15 @@ class _Scaled:
 
     Attributes:
         factors: What its rates are multiplied by, each until it is taken back.
-        hooks: Before its step, and after it; None where there are none yet.
+        hooks: Before its step, after it, and before its state is taken; None where there are none yet.
         held: By group the rate that was set and the scaled one, while it steps.
+        thread: Which it does so on.
     """
 
     factors: list[float] = field(default_factory=list)
-    hooks: tuple[RemovableHandle, RemovableHandle] | None = None
+    hooks: tuple[RemovableHandle, ...] | None = None
     held: list[tuple[Any, Any]] = field(default_factory=list)
+    thread: int = 0
 
     @property
     def factor(self) -> float:
@@ -95,8 +99,9 @@ def arrange(optimizer: torch.optim.Optimizer) -> None:
         known.hooks = (
             optimizer.register_step_pre_hook(_before),
             optimizer.register_step_post_hook(_after),
+            optimizer.register_state_dict_pre_hook(_before_state),
         )
-    pre, post = known.hooks
+    pre, post, _ = known.hooks
     hooks: Any = optimizer  # torch prepends only a module's
     hooks._optimizer_step_pre_hooks.move_to_end(pre.id)  # noqa: SLF001  see above
     hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)  # noqa: SLF001  see above
@@ -107,15 +112,40 @@ def _arrange(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> 
     arrange(optimizer)
 
 
-def _before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    del args, kwargs
+def _before(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if (known := _scaled.get(optimizer)) is None:
-        return
+        return None
     _put_back(optimizer, known)  # where a step calls the one of its base class, that has hooks, too
     rates = [group["lr"] for group in optimizer.param_groups]
     known.held = [(_copy(rate), rate * known.factor) for rate in rates]
+    known.thread = threading.get_ident()
     for group, (_, scaled) in zip(optimizer.param_groups, known.held, strict=True):
         _set(group, scaled)
+    return with_closure(args, kwargs, lambda closure: _guarded(optimizer, known, closure))
+
+
+def _guarded(
+    optimizer: torch.optim.Optimizer, known: _Scaled, closure: Callable[[], object]
+) -> Callable[[], object]:
+    """Give a closure that leaves the rates as they were set where it raises: torch calls no hook then."""
+
+    def guarded() -> object:
+        try:
+            return closure()
+        except BaseException:
+            _put_back(optimizer, known)
+            raise
+
+    return guarded
+
+
+def _before_state(optimizer: torch.optim.Optimizer) -> None:
+    """Put rates back that a step which raised has left, before they are saved."""
+    known = _scaled.get(optimizer)
+    if known is not None and known.thread == threading.get_ident():  # else another thread may be stepping
+        _put_back(optimizer, known)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from offbeat import log, trained_by
 from offbeat.local import lr_scale
+from offbeat.local.every_step import with_closure
 from offbeat.local.finite import not_finite
 from offbeat.monitor import step_hook
 from offbeat.monitor.buffer_guard import BufferGuard
@@ -189,19 +190,19 @@ class Attachment:
             return None
         if said := self.rising_rate.see(optimizer):
             log.warn(said)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._judge(optimizer)
-            return None
 
-        def judged() -> object:  # what it steps by is computed in there
-            loss = closure()
-            self._judge(optimizer)
-            return loss
+        def judged(closure: Callable[[], Any]) -> Callable[[], Any]:  # what it steps by is computed in there
+            def computed_and_judged() -> object:
+                loss = closure()
+                self._judge(optimizer)
+                return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": judged}
-        return (args[0], judged, *args[2:]), kwargs
+            return computed_and_judged
+
+        changed = with_closure(args, kwargs, judged)
+        if changed is None:
+            self._judge(optimizer)
+        return changed
 
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_judged:

@@ -125,3 +125,54 @@ def test_buffers_that_are_a_workers_own_go_back_too(serve, join):
     assert all(map(torch.equal, before, (norm.running_mean, norm.num_batches_tracked)))
     window(torch.eye(4))
     assert norm.num_batches_tracked == 4
+
+
+class Holds(nn.Module):
+    """A net whose buffer, of one kind, each member writes its own values to."""
+
+    def __init__(self, kind, value, writes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(6, 5)
+        self.register_buffer("kept", held(kind, 0 if writes else value))
+        self.kind, self.value, self.writes = kind, value, writes
+
+    def forward(self, inputs):
+        if self.writes and self.training:
+            self.kept = held(self.kind, self.value)
+        return self.net(inputs)
+
+
+def held(kind, value):
+    dense = torch.diag((torch.arange(6) < value).float())  # so many values as `value` says
+    if kind in ("sparse", "csr"):
+        return dense.to_sparse() if kind == "sparse" else dense.to_sparse_csr()
+    return torch.full((2, 2), value, dtype=getattr(torch, kind))
+
+
+def ended(rank, kind, values, writes):
+    ours = offbeat.AsyncGradientAccumulator(Holds(kind, values[rank], writes), 2, overlap=False)
+    for number in range(2):
+        inputs, targets = micro_batch(rank, number)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+    ours.flush()
+    return listed(ours.model.kept)
+
+
+def listed(tensor):
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).tolist()
+
+
+@pytest.mark.parametrize("kind", ["bool", "uint8", "int16", "int32", "sparse", "csr"])
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_buffers_that_have_no_mean_are_the_first_members_in_all(kind, writes):
+    values = (1, 0) if kind == "bool" else (4, 1)
+    first, second = together(ended, 2, kind, values, writes)
+    assert first == second == listed(held(kind, values[0]))
+
+
+@pytest.mark.parametrize("kind", ["complex64", "float16", "float64"])
+def test_buffers_that_have_a_mean_get_it(kind):
+    first, second = together(ended, 2, kind, (4, 1), True)
+    assert first == second == [[2.5, 2.5], [2.5, 2.5]]

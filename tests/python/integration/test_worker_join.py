@@ -350,9 +350,13 @@ def test_a_worker_id_is_kept_and_an_older_worker_of_that_name_is_fenced(serve, j
     newer = join(server, net(), worker_id="me", optimizer=SPEC)
     assert older.id == newer.id == "me"
     assert older.run_id == newer.run_id
-    with pytest.raises(offbeat.errors.FencedError):
-        while True:  # a push that the server has read before it closed the connection is answered
+
+    def push_until_it_raises():  # what the server has read before it closed the connection is answered
+        while True:
             older.model(torch.ones(2, 4)).sum().backward()
             assert older.step().reason == "fenced"
+
+    with pytest.raises(offbeat.errors.FencedError):
+        push_until_it_raises()
     newer.model(torch.ones(2, 4)).sum().backward()
     assert newer.step().applied
