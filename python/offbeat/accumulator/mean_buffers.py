@@ -40,7 +40,7 @@ def make_alike(
             if not (is_plain(buffer) and (buffer.is_floating_point() or buffer.is_complex())):
                 take_first(group, buffer)
                 continue
-            value = buffer.to(wide(buffer.dtype)).contiguous()
+            value = buffer.to(wide(buffer.dtype)).resolve_conj().resolve_neg().contiguous()
             everybody = _told(group, device, samples=samples, is_finite=bool(value.isfinite().all()))
             if ranks := left_out(*everybody):
                 out[name] = ranks
@@ -99,7 +99,7 @@ def _told(
 
 def _bits(tensor: torch.Tensor) -> str:
     """Give a digest of a tensor's values."""
-    values = tensor.detach().cpu()
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()  # else bits are of what it is a view of
     if is_plain(values):
         parts = [values]
     elif values.is_quantized or values.is_nested:

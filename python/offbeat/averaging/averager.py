@@ -40,6 +40,7 @@ from offbeat.local.evaluate import evaluate
 from offbeat.local.loss import LossFunction, check_loss, wake
 from offbeat.local.parameters import each_once, of_model
 from offbeat.metrics import Metric
+from offbeat.module import shared_memory
 from offbeat.naming import known_attributes, known_keywords
 
 if TYPE_CHECKING:
@@ -172,7 +173,10 @@ class AsyncModelAverager:
         where = faults.catch(lambda: usable_device(device))
         how = faults.catch(lambda: as_method(method))
         if not faults:
-            faults += fitting_faults(how, pace, overlap, len(each_once(model)))
+            named = each_once(model)
+            faults += fitting_faults(how, pace, overlap, len(named))
+            # One memory under two Parameters would be given each round's way twice.
+            faults += [f"model's parameters {fault}" for fault in shared_memory(named)]
         faults += asynchronous_faults(asynchronous, how)
         meeting = Meeting(
             communication_backend,

@@ -28,6 +28,7 @@ from offbeat.errors import (
     UnsupportedTensorError,
 )
 from offbeat.local.flat import PIECE, Flat, slices
+from offbeat.local.group import is_plain
 from offbeat.rounds import Entered
 from offbeat.telling import Waits
 
@@ -35,6 +36,24 @@ __all__ = ["REREAD", "Arrays", "Served", "array_of"]
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
+
+EXACT = frozenset(
+    {
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.int16,
+        torch.uint16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+"""Dtypes of which each value is one of float32, too. Trained are the first three; the rest are frozen."""
 
 NOWHERE = -1, -1
 """Round and version of whom has been in none."""
@@ -93,7 +112,8 @@ class Served:
             ask: Asks for the server's status without the client, which waits in a call where that is needed.
 
         Raises:
-            UnsupportedTensorError: If a parameter is wider than float32.
+            UnsupportedTensorError: If a parameter's values are not all float32's, too.
+            NonFiniteError: If one is not finite.
             ModelMismatchError: If the server has another model.
             StateError: If those who are there average by other terms.
             ConfigError: If the server is set as no mean can bear; see `unbearable`.
@@ -108,12 +128,7 @@ class Served:
         self._tensors: dict[str, torch.Tensor] = dict(parameters)
         self._statistics = self._names_of_statistics(len(statistics))
         self._tensors |= dict(zip(self._statistics, statistics, strict=True))
-        for name, tensor in self._tensors.items():
-            if torch.promote_types(tensor.dtype, torch.float32) != torch.float32:
-                raise UnsupportedTensorError(
-                    f"{name!r} is of {tensor.dtype}, and a server holds float32: cast the model, or take "
-                    f"communication_backend='gloo'"
-                )
+        _check_held(self._tensors)
         self._mean: Arrays = {}
         self._version = -1
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
@@ -616,6 +631,29 @@ class Served:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(torch.from_numpy(self._mean[name]))
+
+
+def _check_held(tensors: Mapping[str, torch.Tensor]) -> None:
+    """See that a server can hold tensors, before anybody is met: each member finds that by itself.
+
+    Raises:
+        UnsupportedTensorError: If it would round one, or cannot take it up.
+        NonFiniteError: If one is not finite.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in EXACT or not is_plain(tensor):
+            kind = "" if is_plain(tensor) else " and not plain (sparse, quantized or nested)"
+            raise UnsupportedTensorError(
+                f"{name!r} is of {tensor.dtype}{kind}, and a server holds float32: cast it, make it a buffer "
+                f"if it is not trained (register_buffer), or take communication_backend='gloo'"
+            )
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor.detach().to(torch.float32)).all()):
+            raise NonFiniteError(
+                f"{name!r} is not finite as the averager is made, and a server takes no such model: look at "
+                f"how it was initialized or loaded; a mask with infinite values is to be a buffer "
+                f"(register_buffer)"
+            )
 
 
 def _set_share(to: Array, own: Array, mean: Array, share: float) -> None:

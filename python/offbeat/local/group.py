@@ -265,7 +265,8 @@ def take_first(group: "distributed.ProcessGroup", tensor: torch.Tensor) -> None:
             else:
                 tensor.copy_(first)
             return
-        first = tensor.detach().contiguous()  # what is strided otherwise would travel with its gaps
+        # What is strided otherwise would travel with its gaps, and what is lazily conjugate without that.
+        first = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if first.numel():  # as bytes: backends know few dtypes
             distributed.broadcast(first.reshape(-1).view(torch.uint8), group=group, group_src=0)
             tensor.copy_(first)

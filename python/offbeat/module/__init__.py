@@ -5,6 +5,15 @@ parameters' own memory.
 """
 
 from offbeat.module.binding import Binding, Memory, Slot
-from offbeat.module.table import Description, TensorSpec, describe, named_parameters
+from offbeat.module.table import Description, TensorSpec, describe, named_parameters, shared_memory
 
-__all__ = ["Binding", "Description", "Memory", "Slot", "TensorSpec", "describe", "named_parameters"]
+__all__ = [
+    "Binding",
+    "Description",
+    "Memory",
+    "Slot",
+    "TensorSpec",
+    "describe",
+    "named_parameters",
+    "shared_memory",
+]

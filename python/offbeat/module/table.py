@@ -6,8 +6,9 @@ name.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypedDict, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "describe",
     "find",
     "named_parameters",
+    "shared_memory",
     "spec_of",
     "unwrap",
 ]
@@ -93,7 +95,7 @@ def find(module: nn.Module) -> list[Found]:
             faults.append(f"{role} {name!r} {fault}")
         else:
             found[id(tensor)] = Found(_spec(name, tensor, role), tensor, [(owner, key)])
-    faults += _shared_memory(list(found.values()))
+    faults += shared_memory((entry.spec["name"], entry.tensor) for entry in found.values())
     if faults:
         raise UnsupportedTensorError("; ".join(faults))
     return list(found.values())
@@ -190,18 +192,29 @@ def _dtype_faults(tensor: torch.Tensor, role: Role) -> Iterator[str]:
         yield f"is {dtype}: buffers are {', '.join(NAMES.values())}"
 
 
-def _shared_memory(found: list[Found]) -> list[str]:
-    """Find tensors that are two objects on one memory, such as `a.data = b.data` leaves behind."""
-    at: dict[tuple[str, int], str] = {}
+def shared_memory(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Find tensors that are several objects in one memory, such as `a.data = b.data` leaves behind.
+
+    Of those that are strided with gaps only the same beginning tells.
+    """
     faults = []
-    for entry in found:
-        if entry.tensor.numel() == 0:
-            continue
-        name = entry.spec["name"]
-        other = at.setdefault((str(entry.tensor.device), entry.tensor.data_ptr()), name)
-        if other != name:
+    last: dict[torch.device, tuple[str, int]] = {}  # the tensor before, and where its memory ends
+    plain = [(name, t) for name, t in named if _has_memory(t)]
+    for name, tensor in sorted(plain, key=lambda entry: entry[1].data_ptr()):
+        begin = tensor.data_ptr()
+        other, end = last.get(tensor.device, (name, begin))
+        if begin < end:
             faults.append(
                 f"{name!r} and {other!r} are two tensors in one memory: tie weights by assigning the same "
                 f"Parameter to both"
             )
+        num = tensor.numel() if tensor.is_contiguous() else 1
+        last[tensor.device] = max(
+            (other, end), (name, begin + num * tensor.element_size()), key=itemgetter(1)
+        )
     return faults
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.is_meta and tensor.numel() > 0

@@ -6,7 +6,7 @@ does; and any other, which is set back to the start of the pass and read up to t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
@@ -209,8 +209,9 @@ class _Stateful:
         if not place.batch:
             self.bring_back(state, restore)
             return self.begin(place.epoch)
+        batches = self._source.epoch(place.epoch)  # told first: a `set_epoch` may begin the pass anew
         self._loader.load_state_dict(state["loader"])
-        batches = self.begin(place.epoch)
+        batches = iter(batches)
         self._generators.set(state["generators"])  # which a loader's own state leaves out
         restore()
         return batches
@@ -220,7 +221,13 @@ class _Stateful:
 
 
 class _Replayed:
-    """A pass is made again with the random states that it began with, and its first batches are dropped."""
+    """A pass is made again with the random states that it began with, and its first batches are dropped.
+
+    Between two batches training draws from the global random generators, too, and where a pass is made again
+    it does not. So what a pass draws there after its first batch, as a shuffle buffer does, comes from states
+    of its own, which follow from those that it began with. A loader that draws once, at the start, as a
+    DataLoader does for its sampler, has the order that it has in any other loop.
+    """
 
     def __init__(
         self,
@@ -239,12 +246,22 @@ class _Replayed:
         self._began: dict[str, Any] | None = None
 
     def begin(self, epoch: int) -> Iterator[Any]:
+        began = rng.capture(self._device)
         self._began = {
-            "global": rng.capture(self._device),
+            "global": began,
             "generators": self._generators.states(),
             "has_workers": _has_workers(self._loader),
         }
-        return iter(self._source.epoch(epoch))
+        batches = iter(self._source.epoch(epoch))
+        own: dict[str, Any] | None = None
+        while True:
+            with nullcontext() if own is None else rng.apart(own, self._device):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+            own = rng.derived(began, epoch) if own is None else own
 
     def bring_back(self, state: Any, restore: Callable[[], None]) -> None:  # noqa: ANN401  of Data
         _begin_with_workers(self._loader, had=state["has_workers"])

@@ -1,12 +1,15 @@
 """The states of the random generators that training draws from: Python's, numpy's, torch's, the device's."""
 
+import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["capture", "restore"]
+__all__ = ["apart", "capture", "derived", "restore"]
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -35,3 +38,37 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if (own := state.get(device.type)) is not None:
         torch.get_device_module(device).set_rng_state(own, device)
+
+
+def derived(state: dict[str, Any], number: int) -> dict[str, Any]:
+    """Give states that follow from others and a number, and say nothing of them; no generator is moved.
+
+    Args:
+        state: As `capture` gave it.
+        number: Which of those that follow.
+    """
+    kind, keys, *rest = state["numpy"]
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    seen = hashlib.sha256(repr((number, state["python"], kind, rest)).encode())
+    for array in (keys, *(tensor.numpy() for tensor in tensors)):
+        seen.update(array.tobytes())
+    seed = int.from_bytes(seen.digest()[:8], "little") >> 1
+    own = {
+        "python": random.Random(seed).getstate(),  # noqa: S311  no secret
+        "numpy": np.random.RandomState(seed % 2**32).get_state(),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+    devices = state.keys() - own.keys()
+    return own | {device: torch.Generator(device).manual_seed(seed).get_state() for device in devices}
+
+
+@contextmanager
+def apart(own: dict[str, Any], device: torch.device) -> Iterator[None]:
+    """Draw from states of one's own, which move, while the global ones stay where they are."""
+    outside = capture(device)
+    restore(own, device)
+    try:
+        yield
+    finally:
+        own.update(capture(device))
+        restore(outside, device)

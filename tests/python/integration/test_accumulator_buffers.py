@@ -147,6 +147,8 @@ def held(kind, value):
     dense = torch.diag((torch.arange(6) < value).float())  # so many values as `value` says
     if kind in ("sparse", "csr"):
         return dense.to_sparse() if kind == "sparse" else dense.to_sparse_csr()
+    if kind == "lazily conjugate":
+        return torch.full((2, 2), value * 1j).conj()
     return torch.full((2, 2), value, dtype=getattr(torch, kind))
 
 
@@ -176,3 +178,10 @@ def test_buffers_that_have_no_mean_are_the_first_members_in_all(kind, writes):
 def test_buffers_that_have_a_mean_get_it(kind):
     first, second = together(ended, 2, kind, (4, 1), True)
     assert first == second == [[2.5, 2.5], [2.5, 2.5]]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_buffer_that_is_lazily_conjugate_gets_the_mean_of_its_values(writes):
+    expected = -2.5j if writes else -4j  # what nobody writes to begins as the first member's
+    first, second = together(ended, 2, "lazily conjugate", (4, 1), writes)
+    assert first == second == [[expected] * 2] * 2

@@ -26,6 +26,7 @@ from offbeat.errors import (
     ConnectError,
     ConnectionLostError,
     ModelMismatchError,
+    NonFiniteError,
     UnsupportedTensorError,
 )
 from support.averaging import (
@@ -966,6 +967,56 @@ def test_another_model_and_what_a_server_cannot_hold_are_refused(server):
         at(server.address, nn.Linear(2, 2), 0, 1)
     with pytest.raises(UnsupportedTensorError, match=r"of torch\.float64, and a server holds float32"):
         at(server.address, model().double(), 0, 1)
+
+
+def with_frozen(values):
+    made = model()
+    made.register_parameter("held", nn.Parameter(values, requires_grad=False))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.complex64, torch.float64])
+def test_what_a_server_would_round_is_refused_by_name(dtype, server):
+    with pytest.raises(UnsupportedTensorError, match=rf"'held' is of {dtype}, and a server holds float32"):
+        at(server.address, with_frozen(torch.ones(2, dtype=dtype)), 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*[Qq]uantization.*")
+@pytest.mark.parametrize(
+    "made",
+    [lambda: torch.eye(2).to_sparse(), lambda: torch.quantize_per_tensor(torch.eye(2), 1, 0, torch.qint8)],
+)
+def test_what_has_no_plain_memory_is_refused_by_name(made, server):
+    with pytest.raises(UnsupportedTensorError, match=r"'held' is of torch\.(float32 and not plain|qint8)"):
+        at(server.address, with_frozen(made()), 0, 1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([0, 1, 2**16 - 1], dtype=torch.uint16),
+        torch.tensor([-(2**15), 2**15 - 1], dtype=torch.int16),
+        torch.tensor([True, False]),
+        torch.tensor([-448.0, 2**-9, 0.8125]).to(torch.float8_e4m3fn),
+        torch.tensor([57344.0, 2**-16]).to(torch.float8_e5m2),
+        torch.tensor([2.0**-24, 65504.0], dtype=torch.float16),
+    ],
+    ids=lambda values: str(values.dtype),
+)
+def test_what_is_frozen_comes_to_another_member_bit_for_bit(values, server):
+    with at(server.address, with_frozen(values), 0, 1) as first:
+        first.step(4)
+        first.flush()
+    other = with_frozen(torch.zeros_like(values))
+    at(server.address, other, 0, 1).close()
+    for held in (first.model.held, other.held):
+        assert torch.equal(held.view(torch.uint8), values.view(torch.uint8))
+
+
+def test_what_is_not_finite_is_found_before_anybody_is_met():
+    """Else the first member alone would know, and the others look for its server."""
+    with pytest.raises(NonFiniteError, match=r"'held' is not finite .* is to be a buffer"):
+        at(f"127.0.0.1:{free_port()}", with_frozen(torch.tensor([0.0, -torch.inf])), 1, 2)
 
 
 def test_methods_with_memory_go_on_at_a_server_after_one_has_joined(server):

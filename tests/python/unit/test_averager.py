@@ -798,11 +798,19 @@ def test_one_alone_that_is_not_finite_is_an_error(method):
         ours.step(4)
 
 
+def tied_by_memory():
+    """Tie what would be given each round's way twice."""
+    made = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
+    made[1].weight.data = made[0].weight.data
+    return made
+
+
 @pytest.mark.parametrize(
     ("made", "told"),
     [
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), "holds a SyncBatchNorm"),
         (lambda: nn.LazyLinear(2), "of a lazy layer: run a batch through it first"),
+        (tied_by_memory, r"'1\.weight' and '0\.weight' are two tensors in one memory: tie weights by"),
     ],
 )
 def test_models_that_cannot_be_averaged_are_refused(made, told):

@@ -133,9 +133,11 @@ def test_a_real_dtensor_is_refused_by_name(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*[Qq]uantiz", "ignore:.*deprecated"
+)  # torch tells each once in a process
 def test_a_quantized_tensor_is_refused_by_name():
-    with pytest.warns(UserWarning, match=r"quantiz|TypedStorage|deprecated"):
-        quantized = torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
+    quantized = torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
     with pytest.raises(UnsupportedTensorError, match=r"'1\.odd' is quantized"):
         describe(with_parameter(quantized))
 
@@ -176,6 +178,24 @@ def test_two_parameters_in_one_memory_are_refused_by_both_names():
     model[1].weight.data = model[0].weight.data
     with pytest.raises(UnsupportedTensorError, match=r"'1\.weight' and '0\.weight'"):
         describe(model)
+
+
+def test_a_parameter_that_is_a_part_of_another_one_s_memory_is_refused_by_both_names():
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 4, bias=False))
+    model[1].weight.data = model[0].weight.data[1:]
+    with pytest.raises(UnsupportedTensorError, match=r"'1\.weight' and '0\.weight' are two tensors in one"):
+        describe(model)
+
+
+def test_parameters_side_by_side_in_one_memory_are_several():
+    """As those of an LSTM on a GPU are."""
+    model, flat = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(17)
+    for parameter, part in zip(model.parameters(), flat.split([6, 3, 6, 2]), strict=True):
+        parameter.data = part.view(parameter.shape)
+    columns = torch.zeros(4, 6)
+    model.append(with_parameter(columns[:, ::2]))
+    model.append(with_parameter(columns[:, 1::2]))
+    assert len(names(model)) == 6 + 2 * 2
 
 
 def test_all_that_cannot_be_held_is_named_at_once():

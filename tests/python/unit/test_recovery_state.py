@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)
 
 from offbeat import optim, termination
 from offbeat.errors import CheckpointError, ConfigError
@@ -113,7 +122,7 @@ def net():
 
 def life(folder, *, model=net, loss=None, max_steps=None, data=None):
     """Live once, with everything made anew; give which samples were seen, in order, and the values."""
-    torch.manual_seed(0)
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
     module, loss_fn, seen = model(), plain_loss if loss is None else loss(), []
 
     def order(outputs, targets):
@@ -172,6 +181,105 @@ class Stacked(StackDataset):
 )
 def test_generators_of_the_data_s_own_go_on_where_they_were(data, tmp_path):
     assert_goes_on(tmp_path, data=data)
+
+
+class Dropping(nn.Module):
+    """Draws from torch's generator in each step, between the draws of what loads its batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, inputs):
+        random.random(), np.random.rand()  # noqa: NPY002, S311  likewise
+        return self.parts(inputs)
+
+
+class Buffered(IterableDataset):
+    """Shuffles as it goes, from a buffer, by torch's, numpy's or Python's generator."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __iter__(self):
+        waiting = []
+        for index in range(SAMPLES):
+            if len(waiting) < 12:
+                waiting.append(index)
+                continue
+            place = self.draw(12)
+            chosen, waiting[place] = waiting[place], index
+            yield Numbered()[chosen]
+        for index in waiting:
+            yield Numbered()[index]
+
+
+class Buckets:
+    """Gives batches, and shuffles samples of about one length as it comes to them."""
+
+    def __len__(self):
+        return SAMPLES // 8
+
+    def __iter__(self):
+        for start in range(0, SAMPLES, 8):
+            yield (start + torch.randperm(8)).tolist()
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 5, 13], ids=lambda number: f"after step {number}")
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: {"dataset": Buffered(lambda n: torch.randint(n, ()).item()), "batch_size": 8},
+        lambda: {"dataloader": DataLoader(Buffered(np.random.randint), batch_size=8)},
+        lambda: {"dataloader": DataLoader(Buffered(random.randrange), batch_size=8)},
+        lambda: {"dataloader": DataLoader(Numbered(), batch_sampler=Buckets())},
+        lambda: {"dataloader": DataLoader(Numbered(), batch_sampler=Buckets(), num_workers=1)},
+    ],
+    ids=["a buffer by torch's", "by numpy's", "by Python's", "buckets", "buckets for workers"],
+)
+def test_what_a_loader_draws_as_it_goes_is_as_it_was_beside_what_the_model_draws(data, stop_at, tmp_path):
+    assert_goes_on(tmp_path, stop_at=stop_at, model=Dropping, data=data)
+
+
+def test_what_a_loader_draws_as_it_goes_is_another_order_in_each_pass(tmp_path):
+    seen, _ = life(tmp_path, data=lambda: {"dataset": Buffered(random.randrange), "batch_size": 8})
+    passes = [tuple(seen[start : start + SAMPLES]) for start in range(0, 4 * SAMPLES, SAMPLES)]
+    assert len(set(passes)) == 4
+    assert all(sorted(one) == list(range(SAMPLES)) for one in passes)
+
+
+class TellsItsPlace:
+    """A loader with a state, whose `set_epoch` begins a pass anew, or only says which order it has."""
+
+    def __init__(self, begins_anew):
+        self.begins_anew, self.place, self.epoch = begins_anew, 0, 0
+
+    def set_epoch(self, number):
+        self.epoch = number
+        if self.begins_anew:
+            self.place = 0
+
+    def __iter__(self):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).view(-1, 8)
+        while self.place < len(order):
+            self.place += 1
+            samples = [Numbered()[index] for index in order[self.place - 1].tolist()]
+            yield tuple(map(torch.stack, zip(*samples, strict=True)))
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("stop_at", [3, 5, 13])
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_a_loader_that_tells_its_place_is_told_the_epoch_before_it_gets_it_back(
+    begins_anew, stop_at, tmp_path
+):
+    assert_goes_on(tmp_path, stop_at=stop_at, data=lambda: {"dataloader": TellsItsPlace(begins_anew)})
 
 
 def test_other_generators_than_the_checkpoint_s_are_refused(tmp_path):
