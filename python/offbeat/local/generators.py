@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from offbeat.errors import ConfigError
 
@@ -23,17 +24,16 @@ class Generators:
 
     @classmethod
     def of(cls, source: object) -> "Generators":
-        """Find those of a loader or a dataset, of its samplers, and of the datasets that it is made of."""
-        batches = getattr(source, "batch_sampler", None)
-        places = [source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)]
-        seen = {id(place) for place in places}
-        waiting = _made_of(source)
+        """Find those of a loader or a dataset, and of the loaders, samplers and datasets it is made of."""
+        places: list[object] = []
+        seen: set[int] = set()
+        waiting = [source]
         while waiting:
-            inner = waiting.pop(0)
-            if id(inner) not in seen:
-                seen.add(id(inner))
-                places.append(inner)
-                waiting += _made_of(inner)
+            place = waiting.pop(0)
+            if id(place) not in seen:
+                seen.add(id(place))
+                places.append(place)
+                waiting += _made_of(place)
         values = [value for place in places for value in getattr(place, "__dict__", {}).values()]
         shared = (
             torch.default_generator
@@ -72,12 +72,14 @@ def _has_state(value: object) -> bool:
 
 
 def _made_of(source: object) -> list[object]:
-    """Give the datasets that a loader or a dataset is made of, as a Subset or a ConcatDataset is."""
-    inner, several = getattr(source, "dataset", None), getattr(source, "datasets", ())
-    if isinstance(several, Mapping):  # as a StackDataset's
-        several = several.values()
-    listed = several if isinstance(several, list | tuple | ValuesView) else ()
-    return [*([] if inner is None else [inner]), *listed]
+    """Give what a loader or a dataset is made of, as a Subset, a ConcatDataset or a progress bar is."""
+    named = (getattr(source, name, None) for name in ("dataset", "sampler", "batch_sampler"))
+    found = [value for value in named if value is not None]
+    for value in [getattr(source, "datasets", None), *getattr(source, "__dict__", {}).values()]:
+        several = value.values() if isinstance(value, Mapping) else value
+        listed = several if isinstance(several, list | tuple | ValuesView) else [several]
+        found += [each for each in listed if isinstance(each, DataLoader | Sampler | Dataset)]
+    return found
 
 
 def _state(generator: Generator) -> Any:  # noqa: ANN401  a nest

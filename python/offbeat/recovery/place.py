@@ -18,6 +18,7 @@ from offbeat.errors import ConfigError
 from offbeat.local.batches import Epochs, Given, batches_of
 from offbeat.local.generators import Generators
 from offbeat.recovery import rng
+from offbeat.recovery.digest import digest_of
 
 __all__ = ["Data", "Described", "Place", "data_of"]
 
@@ -161,7 +162,14 @@ def data_of(
     described = _describe("replayed", source, dataloader)
     if isinstance(source, Epochs):
         described = replace(described, batch_size=batch_size)
-    return _Replayed(source, dataset if dataloader is None else dataloader, described, device, is_ended)
+    return _Replayed(
+        source,
+        dataset if dataloader is None else dataloader,
+        described,
+        device,
+        is_ended,
+        is_exact=is_deterministic and not _keeps_workers(dataloader),
+    )
 
 
 class _Ordered:
@@ -236,14 +244,19 @@ class _Replayed:
         described: Described,
         device: torch.device,
         is_ended: Callable[[], bool],
+        *,
+        is_exact: bool,
     ) -> None:
+        """`is_exact`: other batches than at first are refused, and not only warned of."""
         self.described = described
         self._source = source
         self._loader = loader
         self._generators = Generators.of(loader)
         self._device = device
         self._is_ended = is_ended
+        self._is_exact = is_exact
         self._began: dict[str, Any] | None = None
+        self._read = ""  # digest of the pass's batches so far
 
     def begin(self, epoch: int) -> Iterator[Any]:
         began = rng.capture(self._device)
@@ -252,6 +265,7 @@ class _Replayed:
             "generators": self._generators.states(),
             "has_workers": _has_workers(self._loader),
         }
+        self._read = ""
         batches = iter(self._source.epoch(epoch))
         own: dict[str, Any] | None = None
         while True:
@@ -260,6 +274,7 @@ class _Replayed:
                     batch = next(batches)
                 except StopIteration:
                     return
+            self._read = digest_of(batch, before=self._read)
             yield batch
             own = rng.derived(began, epoch) if own is None else own
 
@@ -278,15 +293,38 @@ class _Replayed:
         rng.restore(began["global"], self._device)
         batches = self.begin(place.epoch)
         self._drop(place, batches)
+        if not self._is_ended():
+            self._compare(place, state.get("read"))
+            self._generators.set(state["generators"])  # from which training may have drawn, too
         restore()
         return batches
 
     def state(self) -> Any:  # noqa: ANN401  of Data
         return {
             "began": self._began,
+            "read": self._read,
             "generators": self._generators.states(),
             "has_workers": _has_workers(self._loader),
         }
+
+    def _compare(self, place: Place, read: str | None) -> None:
+        """See that the batches that were read again are those of before; older checkpoints do not tell.
+
+        Raises:
+            ConfigError: If they are not, and have to be.
+        """
+        if read in (None, self._read):
+            return
+        text = (
+            f"the dataloader did not give the same batches again: the {place.batch} of epoch "
+            f"{place.epoch + 1} that were read and dropped are not those that the checkpoint was trained on, "
+            f"so that samples of this epoch may be left out, and others come twice. It goes by a state of "
+            f"its own, or by a random generator that is not found from it, or that training draws from, too: "
+            f"give a dataset=, the DataLoader itself, or a loader with state_dict and load_state_dict"
+        )
+        if self._is_exact:
+            raise ConfigError(f"{text}; or deterministic=False, where this is a warning")
+        log.warn(text)
 
     def _drop(self, place: Place, batches: Iterator[Any]) -> None:
         log.warn(

@@ -1,6 +1,5 @@
 """The states of the random generators that training draws from: Python's, numpy's, torch's, the device's."""
 
-import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from offbeat.recovery.digest import digest_of
 
 __all__ = ["apart", "capture", "derived", "restore"]
 
@@ -20,7 +21,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     """
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002  the global one, which datasets draw from
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  the global one, which datasets draw from
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
@@ -47,15 +48,10 @@ def derived(state: dict[str, Any], number: int) -> dict[str, Any]:
         state: As `capture` gave it.
         number: Which of those that follow.
     """
-    kind, keys, *rest = state["numpy"]
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    seen = hashlib.sha256(repr((number, state["python"], kind, rest)).encode())
-    for array in (keys, *(tensor.numpy() for tensor in tensors)):
-        seen.update(array.tobytes())
-    seed = int.from_bytes(seen.digest()[:8], "little") >> 1
+    seed = int(digest_of([number, state], most=None)[:16], 16) >> 1
     own = {
         "python": random.Random(seed).getstate(),  # noqa: S311  no secret
-        "numpy": np.random.RandomState(seed % 2**32).get_state(),
+        "numpy": _seeded(state["numpy"], seed),
         "torch": torch.Generator().manual_seed(seed).get_state(),
     }
     devices = state.keys() - own.keys()
@@ -72,3 +68,12 @@ def apart(own: dict[str, Any], device: torch.device) -> Iterator[None]:
     finally:
         own.update(capture(device))
         restore(outside, device)
+
+
+def _seeded(state: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Give a state of numpy's for the bit generator that another is of; of a foreign one, that same state."""
+    kind = getattr(np.random, str(state["bit_generator"]), None)
+    if kind is None:
+        return state
+    seeded: dict[str, Any] = np.random.RandomState(kind(seed)).get_state(legacy=False)
+    return seeded

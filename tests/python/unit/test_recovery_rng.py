@@ -70,3 +70,20 @@ def test_an_error_leaves_the_states_outside_where_they_were():
     with pytest.raises(KeyError), rng.apart(own, CPU):
         {}[drawn()]
     assert drawn() == expected
+
+
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.MT19937])
+def test_numpy_s_global_generator_may_be_of_any_kind(kind):
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(3))
+    try:
+        seed()
+        expected = drawn()
+        seed()
+        own = rng.derived(rng.capture(CPU), 0)
+        with rng.apart(own, CPU):
+            apart = drawn()
+        assert drawn() == expected
+        assert apart[1] != expected[1]
+    finally:
+        np.random.set_bit_generator(before)

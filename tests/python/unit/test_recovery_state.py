@@ -120,7 +120,7 @@ def net():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def life(folder, *, model=net, loss=None, max_steps=None, data=None):
+def life(folder, *, model=net, loss=None, max_steps=None, data=None, deterministic=False):
     """Live once, with everything made anew; give which samples were seen, in order, and the values."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
     module, loss_fn, seen = model(), plain_loss if loss is None else loss(), []
@@ -130,7 +130,7 @@ def life(folder, *, model=net, loss=None, max_steps=None, data=None):
         return 0.0
 
     given = {"dataset": Numbered(), "batch_size": 8} if data is None else data()
-    FaultTolerantTrainer(module, folder, checkpoint_frequency=1000).train(
+    FaultTolerantTrainer(module, folder, checkpoint_frequency=1000, deterministic=deterministic).train(
         **given, epochs=4, max_steps=max_steps, optimizer=optim.Adam(lr=0.01), loss_fn=loss_fn, metrics=order
     )
     return seen, [p.detach().clone() for p in module.parameters()]
@@ -246,6 +246,77 @@ def test_what_a_loader_draws_as_it_goes_is_another_order_in_each_pass(tmp_path):
     passes = [tuple(seen[start : start + SAMPLES]) for start in range(0, 4 * SAMPLES, SAMPLES)]
     assert len(set(passes)) == 4
     assert all(sorted(one) == list(range(SAMPLES)) for one in passes)
+
+
+class Around:
+    """A loader around another, as a progress bar is."""
+
+    def __init__(self, loader):
+        self.iterable = loader
+
+    def __iter__(self):
+        return iter(self.iterable)
+
+
+class Hides(Around):
+    """Keeps it where nobody finds it."""
+
+    def __init__(self, loader):
+        self.iterable = functools.partial(lambda: loader)
+
+    def __iter__(self):
+        return iter(self.iterable())
+
+
+def seeded(shared=None):
+    generator = torch.Generator().manual_seed(7) if shared is None else shared
+    return DataLoader(Numbered(), batch_size=8, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize("stop_at", [13, 15])
+def test_a_generator_of_a_loader_inside_another_goes_on_where_it_was(stop_at, tmp_path):
+    assert_goes_on(tmp_path, stop_at=stop_at, data=lambda: {"dataloader": Around(seeded())})
+
+
+class Noise(nn.Module):
+    """Draws from a generator that its loader has, too."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.line, self.shared = nn.Linear(4, 3), (shared,)
+
+    def forward(self, inputs):
+        return self.line(inputs + torch.randn(inputs.shape, generator=self.shared[0]))
+
+
+@pytest.mark.parametrize("stop_at", [13, 15])
+def test_a_generator_that_loader_and_model_share_goes_on_where_it_was(stop_at, tmp_path):
+    shared = []  # of the life that is made
+
+    def data():
+        return {"dataloader": seeded(shared[-1])}
+
+    def drawing():
+        shared.append(torch.Generator().manual_seed(7))
+        return Noise(shared[-1])
+
+    assert_goes_on(tmp_path, stop_at=stop_at, model=drawing, data=data)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_other_batches_than_were_trained_on_are_told_of_or_refused(deterministic, tmp_path, caplog):
+    def data():
+        return {"dataloader": Hides(seeded())}
+
+    life(tmp_path, data=data, max_steps=13)
+    run = functools.partial(life, tmp_path, data=data, deterministic=deterministic)
+    told = "the dataloader did not give the same batches again: the 3 of epoch 3 that were read"
+    if deterministic:
+        with pytest.raises(ConfigError, match=told):
+            run()
+        return
+    run()
+    assert sum(told in record.message for record in caplog.records) == 1
 
 
 class TellsItsPlace:
