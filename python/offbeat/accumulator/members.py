@@ -37,8 +37,9 @@ Settings = Mapping[str, object]
 
 REMEDIES = {
     "learning rate": "a scheduler has to step once per update in every member, also in those that flush() "
-    "makes: optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it; and what sets it "
-    "otherwise, as a monitor's reduce_lr, has to do so in all of them",
+    "makes: optimizer.register_step_post_hook(lambda *_: scheduler.step()) sees to it, and so does "
+    "AsyncTrainer.train(scheduler_interval='step'); what sets it otherwise, as a monitor's reduce_lr, has "
+    "to do so in all of them",
     "updates": "load states of the same update in all of them",
     "scale of grad_scaler": "make all scalers with the same init_scale, or load the same state",
     "what monitors do": 'an AsyncTrainingMonitor that may "clip", "reject", "reduce_lr" or "pause" has to be '
@@ -216,6 +217,9 @@ class Group:
         self._device = named[0][1].device
         self._is_half = any(parameter.dtype == torch.float16 for _, parameter in named)
         self._parcel: Parcel | None = None
+        self._gained: Parcel | None = None
+        self._unsent: list[torch.Tensor | None] = []  # by parameter, of those that the sum is not of
+        self._unsent_scale = 1.0
         self._unit: float | None = None  # of the next sum
         self._counts = 0.0  # of the newest one
         self._sent_in = 1.0
@@ -223,7 +227,8 @@ class Group:
         self._settings: Settings = {}  # said with them, as is which parameters are `_wanted`
         check_device(group, self._device)
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
-        # another sums of different sizes otherwise, and torch ends a process to which that happens.
+        # another sums of different sizes otherwise, and torch ends a process to which that happens. What is
+        # trained anew with a sum comes in one of its own, as that has ended and all know of it.
         self._is_sent = self._wanted = self._are_trained()
         self._sums = Sums.among(group, of="the gradients")
         with self._sums.together() as own:
@@ -262,8 +267,11 @@ class Group:
             facts = [own.counts or 0.0, float(own.samples), 1.0]
         self._check_dense(gradients)
         self._sent_in, self._unit = self.unit or 1.0, self._counts or None
-        there = [gradient for gradient, is_one in zip(gradients, self._is_sent, strict=True) if is_one]
-        self._parcel = Parcel(self._trained_by_all(), there, scale=unit / self._sent_in)
+        every = list(zip(gradients, self._is_sent, strict=True))
+        there = [gradient for gradient, is_one in every if is_one]
+        self._unsent = [None if is_one else gradient for gradient, is_one in every]
+        self._unsent_scale = unit / self._sent_in
+        self._parcel = Parcel(_where(self._named, self._is_sent), there, scale=self._unsent_scale)
         self._wanted = self._are_trained()
         self._settings = settings if rates is None else {**settings, "learning rate": rates}
         marks = _marks([settings, self._wanted]) + _marks(rates)
@@ -285,13 +293,15 @@ class Group:
         presence, told = rest[: len(self._named)], rest[len(self._named) :]
         if num_at_work and (is_other(*settings) or is_other(*rates)):
             self._raise_unlike()
+        self._send_gained(presence)
+        parcels = [one for one in (self._parcel, self._gained) if one is not None]
+        self._parcel = self._gained = None
         self._is_sent = self._wanted
-        parcel, self._parcel = self._parcel, None
-        assert parcel is not None  # noqa: S101  it was begun
         if self._is_divided and counts:
-            parcel.divide(counts / self._sent_in)
+            for parcel in parcels:
+                parcel.divide(counts / self._sent_in)
             self._counts = self._sent_in = counts
-        parts = dict(zip(map(id, parcel.like), parcel.open(), strict=True))
+        parts = {id(p): part for one in parcels for p, part in zip(one.like, one.open(), strict=True)}
         there = zip(self._named, presence, strict=True)
         gradients = [parts.get(id(parameter)) if is_there else None for (_, parameter), is_there in there]
         return Total(gradients, round(samples), round(num_at_work), told)
@@ -347,6 +357,20 @@ class Group:
         """Destroy the group of one's own."""
         self._sums.close()
 
+    def _send_gained(self, presence: Sequence[float]) -> None:
+        """Add up what is trained anew, too, of which all know now; once, also where a wait is broken off."""
+        if self._gained is not None:
+            return
+        every = zip(self._wanted, self._is_sent, presence, strict=True)
+        are_gained = [is_wanted and not is_sent and bool(is_there) for is_wanted, is_sent, is_there in every]
+        if not any(are_gained):
+            return
+        theirs = [gradient for gradient, is_one in zip(self._unsent, are_gained, strict=True) if is_one]
+        self._gained = Parcel(_where(self._named, are_gained), theirs, scale=self._unsent_scale)
+        self._unsent = []
+        self._sums.begin(self._gained.sums)
+        self._sums.finish()
+
     def _raise_unlike(self) -> NoReturn:
         """Tell in what members differ; all of them come here, as they have heard the same."""
         with self._sums.together() as group:
@@ -364,11 +388,6 @@ class Group:
     def _are_trained(self) -> list[bool]:
         return [parameter.requires_grad for _, parameter in self._named]
 
-    def _trained_by_all(self) -> list[nn.Parameter]:
-        """Give those that the next sum is of."""
-        every = zip(self._named, self._is_sent, strict=True)
-        return [parameter for (_, parameter), is_one in every if is_one]
-
     def _check_dense(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for (name, _), gradient in zip(self._named, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
@@ -376,6 +395,10 @@ class Group:
                     f"the gradient of {name!r} is sparse and cannot be reduced: build its layer without "
                     f"sparse=True"
                 )
+
+
+def _where(named: Sequence[tuple[str, nn.Parameter]], are_meant: Sequence[bool]) -> list[nn.Parameter]:
+    return [parameter for (_, parameter), is_meant in zip(named, are_meant, strict=True) if is_meant]
 
 
 def _marks(value: object) -> list[float]:

@@ -164,6 +164,7 @@ class Rounds:
         self._iterations = 0
         self._drifts: list[float | None] = []
         self._are_apart = [False]
+        self._left: set[int] = set()  # places of what is not trained any more, and differs in members still
         self._lay_out(is_begun=True)
 
     @property
@@ -306,15 +307,17 @@ class Rounds:
             outcome = self._go_halfway(round_, heard, wanted)
         else:
             outcome = self._go_with_all(round_, heard, wanted, has_moved=iterations > round_.iterations)
+        if heard.is_brought and not round_.is_pairwise and not self.method.has_centre:
+            self._left.difference_update(self._places(round_.parameters))
         if heard.are_agreed:
-            self._follow(wanted.plan)
+            self._follow(wanted.plan, round_)
         return outcome
 
     def end_alike(self) -> int:
         """Leave the same model in all members, also of what has not been averaged of late.
 
-        That is the centre, where the method has one; and the first member's value of what was frozen while it
-        differed. Where the members cannot be reached, this one's model stays as it is.
+        That is the centre, where the method has one; and the first member's value of what is frozen and was
+        changed all the same. Where the members cannot be reached, this one's model stays as it is.
 
         Returns:
             How many members have not ended by now.
@@ -331,6 +334,8 @@ class Rounds:
                         parameter.copy_(part)
             num_at_work = self._members.make_alike([*self._parameters, *self._statistics.buffers()])
             are_alike = self._members.away is None
+            if are_alike:
+                self._left.clear()
             return num_at_work
         finally:
             if not are_alike:
@@ -355,6 +360,7 @@ class Rounds:
             "memories": [memory.state_dict() for memory in self._memories],
             "kept_of": [self._places(memory.parameters) for memory in self._memories],
             "are_apart": are_apart,
+            "left": sorted(self._left),
             "heard": self._members.state(),
         }
 
@@ -399,7 +405,8 @@ class Rounds:
         """
         plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
-        numbers = [int(state["number"]), len(state["heard"])]
+        left = sorted(int(place) for place in state.get("left", ()))  # which older states do not have
+        numbers = [int(state["number"]), len(state["heard"]), *left]
         if not self._members.is_alike([plan.shown(), *numbers, are_apart, setting]):
             if strict:
                 raise StateError(
@@ -418,7 +425,7 @@ class Rounds:
             return False
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
-        self._are_apart = are_apart
+        self._are_apart, self._left = are_apart, set(left)
         self._members.resume(state["heard"])
         self._take_counts(state)
         self._drifts = list(state["drifts"])
@@ -446,9 +453,25 @@ class Rounds:
     def _wanted(self) -> _Plan:
         return _Plan(self.wanted_method, [p.requires_grad for p in self._parameters])
 
-    def _follow(self, plan: _Plan) -> None:
-        """Do from the next round on what all members want by now."""
+    def _follow(self, plan: _Plan, round_: _UnderWay) -> None:
+        """Do from the next round on what all members want by now.
+
+        What is trained from here on was not in the round that has ended: where nothing is trained until the
+        next, as in `flush`, that one still counts the samples that have led it to where it is. And what is
+        trained no more is averaged on until all have met with it.
+
+        Args:
+            plan: What they want.
+            round_: In which they have told it.
+        """
         has_other_method, had_centre = plan.method != self.method, self.method.has_centre
+        before = self._plan.are_trained
+        for number, fragment in enumerate(self._fragments):
+            has_met = number == round_.fragment and not self._are_apart[number] and not had_centre
+            if not has_met:
+                self._left.update(p for p in fragment if before[p] and not plan.are_trained[p])
+            if number == round_.fragment and any(plan.are_trained[p] and not before[p] for p in fragment):
+                self._samples[number] = min(self._samples[number], round_.samples_before)
         self._plan = plan
         if has_other_method:
             # Around a centre, which is forgotten, each member has kept a model of its own: as after rounds of
@@ -480,8 +503,10 @@ class Rounds:
         return [list(places) for places in state.get("kept_of", trained)]
 
     def _trained(self, fragment: int) -> list[nn.Parameter]:
-        are_trained = self._plan.are_trained
-        return [self._parameters[place] for place in self._fragments[fragment] if are_trained[place]]
+        """Give what its rounds average: what is trained, or was, and all are still to meet with."""
+        are_trained, left = self._plan.are_trained, self._left
+        places = (place for place in self._fragments[fragment] if are_trained[place] or place in left)
+        return [self._parameters[place] for place in places]
 
     def _drift(self, round_: _UnderWay, means: Flat) -> float | None:
         """Measure how far this member was from the mean, with what was last found of the other fragments."""

@@ -823,6 +823,48 @@ def freezing(rank, is_alone):
     return [p.detach().tolist() for p in trained.parameters()]
 
 
+def unfreezing(rank, overlap, num_windows, large):
+    """Train a part from the fourth window on; give the parts, and what one process makes of all batches."""
+    with mock.patch.object(parcel, "LARGE", large):
+        trained = model().double()
+        trained[0].requires_grad_(requires_grad=False)
+        alone = copy.deepcopy(trained)
+        live = torch.optim.SGD(trained.parameters(), lr=0.1)
+        other = torch.optim.SGD(alone.parameters(), lr=0.1)
+        ours = offbeat.AsyncGradientAccumulator(trained, 2, overlap=overlap)
+        for window in range(num_windows):
+            if window == 3:
+                trained[0].requires_grad_(requires_grad=True)
+                alone[0].requires_grad_(requires_grad=True)
+            for number in range(2):
+                inputs, targets = micro_batch(rank, window, number)
+                ours.train_step(inputs=inputs.double(), targets=targets, optimizer=live, loss_fn=LOSS)
+            if not overlap:
+                every = [micro_batch(one, window, number) for one in range(2) for number in range(2)]
+                other.zero_grad()
+                inputs, targets = (torch.cat(part) for part in zip(*every, strict=True))
+                LOSS(alone(inputs.double()), targets).backward()
+                other.step()
+        ours.flush()
+    return [[p.detach().tolist() for p in one.parameters()] for one in (trained, alone)]
+
+
+@pytest.mark.parametrize("num_windows", [4, 6])
+@pytest.mark.parametrize("large", [AS_IT_IS, ALL_LARGE])
+def test_the_first_window_of_what_is_unfrozen_is_one_batch_of_all_members(num_windows, large):
+    (first, alone), (second, _) = together(unfreezing, 2, False, num_windows, large)
+    assert first == second
+    for part, theirs in zip(first, alone, strict=True):
+        assert np.abs(np.array(part) - np.array(theirs)).max() <= 1e-12
+
+
+def test_the_first_window_of_what_is_unfrozen_moves_it_with_overlap_too():
+    (four, _), (also_four, _) = together(unfreezing, 2, True, 4, AS_IT_IS)
+    (three, _), _ = together(unfreezing, 2, True, 3, AS_IT_IS)
+    assert four == also_four
+    assert four[0] != three[0]
+
+
 def test_freezing_in_mid_run_is_for_all_members():
     first, second = together(freezing, 2, False)
     assert first == second

@@ -956,3 +956,142 @@ def test_a_state_is_refused_in_all_members_where_making_the_averager_has_overwri
     assert "gives the first member's model to all: load both after that" in second[0]
     assert (first[1], second[1]) == (0, 0), "nothing is changed"
     assert together(loading_in_an_order, 2, False, strict) == [(True, 6)] * 2
+
+
+def walk(ours, number, way, *, samples, switches):
+    """Move what is trained in each of so many iterations; `switches` says from when on a part is, or not."""
+    for iteration in range(number):
+        for part, (since, is_trained) in switches.items():
+            if iteration == since:
+                ours.model.get_parameter(part).requires_grad_(is_trained)
+        with torch.no_grad():
+            for parameter in ours.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(way)
+        ours.step(samples)
+
+
+def parts():
+    made = nn.Module()
+    made.register_parameter("head", nn.Parameter(torch.zeros(1, dtype=torch.float64)))
+    made.register_parameter("body", nn.Parameter(torch.zeros(1, dtype=torch.float64)))
+    return made
+
+
+def unfrozen_late(rank, method, overlap):
+    """Train a part only after the last round before the end."""
+    trained = parts()
+    trained.body.requires_grad_(requires_grad=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=10, method=method, overlap=overlap)
+    walk(ours, 26, 1 + 2 * rank, samples=4 + 8 * rank, switches={"body": (22, True)})
+    ours.flush()
+    return trained.body.item()
+
+
+@pytest.mark.parametrize("overlap", [False, True, 2])
+@pytest.mark.parametrize(
+    "method", ["average", "diloco", "slowmo", "bmuf", averaging.DiLoCo(fragments=2)], ids=str
+)
+def test_what_was_unfrozen_after_the_last_round_is_the_mean_by_samples(method, overlap):
+    ways, samples = (4.0, 12.0), (4, 12)
+    expected = sum(way * num for way, num in zip(ways, samples, strict=True)) / sum(samples)
+    assert together(unfrozen_late, 2, method, overlap) == pytest.approx([expected] * 2, rel=1e-12)
+
+
+def frozen_late(rank, method, overlap):
+    """Train a part no more from some time on; give where it was then in this member, and is at the end."""
+    trained = parts()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=6, method=method, overlap=overlap)
+    walk(ours, 40, 1 + 2 * rank, samples=4, switches={"body": (20, False)})
+    ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+MEAN = averaging.DiLoCo(lr=1.0, momentum=0.0, nesterov=False, fragments=2)
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+@pytest.mark.parametrize(
+    ("method", "size"), [("gossip", 3), ("gossip", 2), ("average", 2), (MEAN, 2)], ids=str
+)
+def test_what_is_frozen_in_mid_run_loses_nothing(method, size, overlap):
+    found = together(frozen_late, size, method, overlap)
+    mean = sum(1 + 2 * rank for rank in range(size)) / size
+    for body, head in found:
+        assert (body, head) == pytest.approx((20 * mean, 40 * mean), rel=1e-12)
+
+
+def frozen_at_a_centre(rank):
+    trained = parts()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, method="easgd", overlap=False)
+    walk(ours, 40, 1 + 2 * rank, samples=4, switches={"body": (20, False)})
+    before = trained.body.item()
+    centre = ours.state_dict()["rounds"]["memories"][0]["reference"]
+    ours.flush()
+    return before, [part.item() for part in centre], trained.body.item()
+
+
+def test_what_is_frozen_around_a_centre_goes_on_to_it_and_ends_there():
+    (one, centre, last), (other, also_centre, also_last) = together(frozen_at_a_centre, 2)
+    assert centre == also_centre
+    assert len(centre) == 2
+    assert one < centre[1] < other
+    assert last == also_last
+    assert abs(last - centre[1]) < abs(one - centre[1])
+
+
+def frozen_and_saved(rank, kept):
+    """Freeze a part while members are apart, and go on from a state in a new averager."""
+    trained = parts()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, method="gossip", overlap=False)
+    walk(ours, 30, 1 + 2 * rank, samples=4, switches={"body": (20, False)})
+    if kept:
+        state, values = ours.state_dict(), copy.deepcopy(trained.state_dict())
+        ours.close()
+        trained = parts()
+        trained.body.requires_grad_(requires_grad=False)
+        ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, method="gossip", overlap=False)
+        trained.load_state_dict(values)
+        ours.load_state_dict(state)
+    walk(ours, 5, 1 + 2 * rank, samples=4, switches={})
+    ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+def test_a_state_knows_of_what_is_frozen_and_still_to_be_met_with():
+    plain, kept = together(frozen_and_saved, 3, False), together(frozen_and_saved, 3, True)
+    assert plain == kept
+    assert plain[0] == pytest.approx((60.0, 105.0), rel=1e-12)
+
+
+def closures(rank):
+    """Average behind an optimizer that calls for gradients itself, in a loop of one's own."""
+    trained = model(seed=rank)
+    live = torch.optim.LBFGS(trained.parameters(), max_iter=2)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=2, overlap=False)
+    for number in range(5):
+        inputs, targets = batch(rank, number)
+
+        def closure(inputs=inputs, targets=targets):
+            live.zero_grad()
+            loss = LOSS(trained(inputs), targets)
+            loss.backward()
+            return loss
+
+        live.step(closure)
+        ours.step(len(targets), optimizer=live)
+    state = ours.state_dict()
+    ours.flush()
+    inputs, targets = batch(rank, 9)
+    try:
+        ours.train_step(inputs=inputs, targets=targets, loss_fn=LOSS)
+    except ConfigError as error:
+        return arrays(trained), len(state["optimizer"]["state"]), str(error)
+    return None
+
+
+def test_an_optimizer_with_a_closure_is_averaged_behind_and_refused_where_it_would_be_stepped():
+    (one, kept, told), (other, _, _) = together(closures, 2)
+    assert all(map(np.array_equal, one, other))
+    assert kept == 1
+    assert told.startswith("LBFGS.step() needs a closure")

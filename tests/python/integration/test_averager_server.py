@@ -1058,3 +1058,44 @@ def test_a_server_that_stays_away_is_told_of_ever_more_rarely(monkeypatch):
         ours.close()
     absent = [text for text in told if text.startswith("no server at ")]
     assert len(absent) == 3, "of the tries number 1, 2 and 4"
+
+
+def unfrozen_late(rank, address, settings):
+    """Train a part only after the last round before the end; give where both parts end."""
+    trained = nn.Module()
+    trained.register_parameter("head", nn.Parameter(torch.zeros(1)))
+    trained.register_parameter("body", nn.Parameter(torch.zeros(1), requires_grad=False))
+    with at(address, trained, rank, 2, averaging_frequency=10, **settings) as ours:
+        for iteration in range(26):
+            trained.body.requires_grad_(requires_grad=iteration >= 22)
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(1 + 2 * rank)
+            ours.step(4 + 8 * rank)
+        ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+PLAIN_MEAN = averaging.DiLoCo(lr=1.0, momentum=0.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (10.0, 65.0)),
+        ({"method": PLAIN_MEAN}, (10.0, 65.0)),
+    ],
+    ids=["average", "diloco"],
+)
+def test_what_was_unfrozen_after_the_last_round_is_brought_too(settings, expected, overlap, server):
+    for found in together(unfrozen_late, 2, server.address, {**settings, "overlap": overlap}):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_was_unfrozen_after_the_last_arrival_arrives_too(server):
+    settings = {"method": PLAIN_MEAN, "asynchronous": True, "overlap": False}
+    (body, head), (also_body, also_head) = together(unfrozen_late, 2, server.address, settings)
+    assert (body, head) == (also_body, also_head)
+    assert 4 <= body <= 12  # the members' ways, weighted as they have come
