@@ -24,6 +24,7 @@ __all__ = [
     "moved",
     "moves",
     "part_members",
+    "pulled_by",
     "register",
     "skipped",
     "tell",
@@ -119,22 +120,37 @@ class _Known:
 
 
 _trainers = _Known()
+_pullers = _Known()
 _watchers = _Known()
 
 
-def register(module: "nn.Module", trainer: object) -> None:
-    """Note that an object trains a module, as long as both live."""
+def register(module: "nn.Module", trainer: object, *, is_puller: bool = False) -> None:
+    """Note that an object trains a module, as long as both live.
+
+    Args:
+        module: That is trained.
+        trainer: The object.
+        is_puller: It brings the module to what a server has, and what another has made of it is lost then.
+    """
     _trainers.add(module, trainer)
+    if is_puller:
+        _pullers.add(module, trainer)
 
 
 def unregister(module: "nn.Module", trainer: object) -> None:
     """Note that it does so no more."""
     _trainers.remove(module, trainer)
+    _pullers.remove(module, trainer)
 
 
 def trainers_of(module: "nn.Module") -> list[Any]:
     """Give what trains a module, oldest first."""
     return _trainers.of(module)
+
+
+def pulled_by(module: "nn.Module") -> list[Any]:
+    """Give what brings a module to what a server has."""
+    return _pullers.of(module)
 
 
 def watch(module: "nn.Module", watcher: Watcher) -> None:

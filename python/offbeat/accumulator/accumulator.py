@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -33,7 +34,7 @@ from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
 from offbeat.forgotten import tell_at_end_of_block
-from offbeat.local.arguments import of_loss_fn
+from offbeat.local.arguments import of_autocast, of_loss_fn
 from offbeat.local.batches import check_any, count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.group import MAKE_A_GROUP, group_of
@@ -259,6 +260,7 @@ class AsyncGradientAccumulator:
         targets: Any,  # noqa: ANN401  whatever the loss takes
         optimizer: object = None,
         loss_fn: LossFunction,
+        autocast: AbstractContextManager[Any] | None = None,
     ) -> float:
         """Add a micro-batch, and make an update if it is time to.
 
@@ -269,6 +271,8 @@ class AsyncGradientAccumulator:
                 same at each call, or its equal; may be left out after the first. With a worker: nothing, or
                 ``worker.optimizer``.
             loss_fn: From (outputs, targets) to a scalar.
+            autocast: What the model and the loss are computed in, such as
+                ``torch.autocast("cpu", torch.bfloat16)``; the backward pass is outside. None: nothing.
 
         Returns:
             The loss of this micro-batch, as `loss_fn` gave it.
@@ -287,7 +291,7 @@ class AsyncGradientAccumulator:
             ForkedError: In a child that was forked since this was made, where there are others.
         """
         self._check_open()
-        refuse(of_loss_fn(loss_fn))
+        refuse(of_loss_fn(loss_fn) + of_autocast(autocast))
         samples = count(
             inputs, targets, instead="give inputs or targets whose first dimension is the batch's"
         )
@@ -304,7 +308,8 @@ class AsyncGradientAccumulator:
             began_s = time.perf_counter()
             inputs, targets = moved(inputs, self.device), moved(targets, self.device)
             wake(self.model)
-            loss = loss_fn(self.model(inputs), targets)
+            with nullcontext() if autocast is None else autocast:
+                loss = loss_fn(self.model(inputs), targets)
             check_loss(loss, owner=type(self).__name__)
             shown = loss.detach()
             if counts:  # a mean over nothing is NaN, and no sign of anything

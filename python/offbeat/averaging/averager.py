@@ -1,6 +1,7 @@
 """`AsyncModelAverager`."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -33,7 +34,7 @@ from offbeat.averaging.turns import Turns, setting_of
 from offbeat.checks import Faults, is_count, is_scalar, refuse
 from offbeat.errors import ClosedError, ConfigError
 from offbeat.forgotten import tell_at_end_of_block
-from offbeat.local.arguments import of_loss_fn
+from offbeat.local.arguments import of_autocast, of_loss_fn
 from offbeat.local.batches import check_any, count, moved
 from offbeat.local.device import usable_device
 from offbeat.local.evaluate import evaluate
@@ -218,6 +219,7 @@ class AsyncModelAverager:
         targets: Any,  # noqa: ANN401  whatever the loss takes
         optimizer: object = None,
         loss_fn: LossFunction,
+        autocast: AbstractContextManager[Any] | None = None,
     ) -> float:
         """Train on a batch; average if it is time to. Gradients are zeroed before, and stay afterwards.
 
@@ -227,6 +229,8 @@ class AsyncModelAverager:
             optimizer: A spec of `offbeat.optim`, which becomes torch's optimizer; a class; or a live one. The
                 same at each call, or its equal; may be left out after the first.
             loss_fn: From (outputs, targets) to a scalar.
+            autocast: What the model and the loss are computed in, such as
+                ``torch.autocast("cpu", torch.bfloat16)``; the backward pass is outside. None: nothing.
 
         Returns:
             The loss of this batch.
@@ -242,7 +246,7 @@ class AsyncModelAverager:
             ForkedError: In a child that was forked since this was made, where there are others.
         """
         self._check_open()
-        refuse(of_loss_fn(loss_fn))
+        refuse(of_loss_fn(loss_fn) + of_autocast(autocast))
         samples = count(inputs, targets)
         check_any(samples)
         live = self._turns.optimizer.use(optimizer)
@@ -250,7 +254,8 @@ class AsyncModelAverager:
         wake(self.model)
         self._turns.untrained.train()
         live.zero_grad()
-        loss = loss_fn(self.model(inputs), targets)
+        with nullcontext() if autocast is None else autocast:
+            loss = loss_fn(self.model(inputs), targets)
         check_loss(loss, owner=None)
         trained_by.tell(self.model, loss=loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -286,7 +291,7 @@ class AsyncModelAverager:
             faults.append(f"loss is {loss!r}: give the batch's loss, a number or a tensor of one")
         refuse(faults)
         if optimizer is not None:
-            self._turns.optimizer.use(optimizer)
+            self._turns.optimizer.use(optimizer, steps_here=False)
         self._turns.advance(self, samples, loss if self.goes_by_loss else None)
 
     def flush(self) -> None:

@@ -2,12 +2,19 @@
 
 from offbeat.checks import Faults, at_least_one, functions
 
-__all__ = ["faults_of_train", "of_loss_fn"]
+__all__ = ["faults_of_train", "of_autocast", "of_loss_fn"]
 
 
 def of_loss_fn(loss_fn: object) -> list[str]:
     """Tell what is wrong with a loss function, before it is given a batch."""
     return functions("a function of (outputs, targets), such as nn.CrossEntropyLoss()", loss_fn=loss_fn)
+
+
+def of_autocast(autocast: object) -> list[str]:
+    """Tell what is wrong with what a forward pass is to run in."""
+    if autocast is None or (hasattr(type(autocast), "__enter__") and hasattr(type(autocast), "__exit__")):
+        return []
+    return [f"autocast is {autocast!r:.100}: give torch.autocast(device_type, dtype), or leave it out"]
 
 
 def faults_of_train(

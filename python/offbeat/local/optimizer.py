@@ -50,25 +50,28 @@ class LocalOptimizer:
         """The live optimizer, if there is one yet."""
         return self._live
 
-    def use(self, given: object) -> torch.optim.Optimizer:
+    def use(self, given: object, *, steps_here: bool = True) -> torch.optim.Optimizer:
         """Give the live optimizer; make it of what is given, if there is none yet.
 
         Args:
             given: A spec of `offbeat.optim`, a class of it or of torch, a ``functools.partial`` of such a
                 class, or a live optimizer of the module's parameters. The same again, or its equal, keeps the
                 state. None: the one that there is.
+            steps_here: What steps it here has the gradients of one batch. False: its owner's loop steps it.
 
         Raises:
             ConfigError: If it is none of these, does not fit the module, or is another than before; nothing
                 is changed then.
         """
+        if steps_here and self._live is not None:
+            check_steps_alone(self._live)
         if self._live is None:
             if given is None:
                 raise ConfigError(
                     "there is no optimizer: give optimizer=offbeat.optim.SGD(lr=...), or a live one, such as "
                     f"torch.optim.SGD({self._called}.parameters(), lr=...)"
                 )
-            self._live = self._made(given)
+            self._live = self._made(given, steps_here=steps_here)
             self._given = given
             self.settings = [settings_of(group) for group in self._live.param_groups]
         elif given is not None and given is not self._live and not are_equal(given, self._given):
@@ -85,9 +88,10 @@ class LocalOptimizer:
         """
         return LocalOptimizer(self._module, called=self._called) if self._live is None else self
 
-    def _made(self, given: object) -> torch.optim.Optimizer:
+    def _made(self, given: object, *, steps_here: bool) -> torch.optim.Optimizer:
         if isinstance(given, torch.optim.Optimizer):
-            check_steps_alone(given)
+            if steps_here:
+                check_steps_alone(given)
             check_holds(given, named_parameters(self._module), called=self._called)
             return given
         if isinstance(given, OptimizerSpec):
@@ -131,14 +135,20 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: If its `step` needs a closure.
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    kind: Any = type(optimizer)  # which to mypy has no hash
+    if _needs_closure(kind):
         name = type(optimizer).__name__
         raise ConfigError(
             f"{name}.step() needs a closure, which it calls for gradients as often as it likes, and here it "
             f"has the gradients of one batch: give an optimizer whose step() works with these, such as "
             f"torch.optim.SGD or Adam"
         )
+
+
+@functools.cache  # asked at each step
+def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _of_spec(spec: OptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:

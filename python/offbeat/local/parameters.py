@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offbeat import trained_by
 from offbeat.errors import StateError
 from offbeat.module import named_parameters
 from offbeat.naming import a_class, brief
@@ -19,6 +20,7 @@ __all__ = [
     "fingerprint",
     "is_as_it_was",
     "of_model",
+    "of_puller",
     "other_shape",
     "other_values",
 ]
@@ -180,7 +182,17 @@ def of_model(model: object) -> list[str]:
         "has tensors on the device 'meta', which hold no values: give them some first, as by "
         "model.to_empty(device=…) and load_state_dict": any(tensor.is_meta for tensor in tensors),
     }
-    return [f"model {what}" for what, is_so in found.items() if is_so][:1]
+    return [f"model {what}" for what, is_so in found.items() if is_so][:1] or of_puller(model)
+
+
+def of_puller(model: nn.Module) -> list[str]:
+    """Tell of an open worker of the model: it pushes nothing that another makes of it, and overwrites it."""
+    return [
+        f"model is that of {worker!r}, which pushes no steps but its own, and would overwrite what is "
+        f"trained here: give the worker itself (AsyncGradientAccumulator(worker=...), "
+        f"FaultTolerantTrainer(worker, ...)), train by worker.train(...), or close() it first"
+        for worker in trained_by.pulled_by(model)
+    ][:1]
 
 
 def _is_sharded(part: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from offbeat.checks import Faults, objects
 from offbeat.errors import ConfigError
+from offbeat.local.parameters import of_puller
 from offbeat.metrics import Mean, Metric, meters
 from offbeat.naming import unknown
 from offbeat.recovery.choice import STRATEGIES, Mode
@@ -47,6 +48,8 @@ def of_model(model: object) -> list[str]:
         return ["model has buffers without a shape yet: run one batch through it first"]
     if not any(p.requires_grad for p in model.parameters()):
         return [f"model is a {type(model).__name__} without parameters to train"]
+    if found := of_puller(model):
+        return found
     return [
         f"model has {name!r}, whose elements share their memory, so that no values can be brought back into "
         f"it: give the module a clone() of it"

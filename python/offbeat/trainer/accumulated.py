@@ -47,14 +47,17 @@ class Accumulated(Strategy):
 
         def loss_fn(outputs: Any, targets: Any) -> torch.Tensor:  # noqa: ANN401  whatever the model gives
             assert workshop.loss_fn is not None  # noqa: S101  `train` has one
-            with workshop.numerics.forward():
-                loss = workshop.loss_fn(outputs, targets)
+            loss = workshop.loss_fn(outputs, targets)
             seen.append((outputs, loss))
             return loss
 
-        with self._counted(), _autocast(workshop):
+        with self._counted():
             self._accumulator.train_step(
-                inputs=batch.inputs, targets=batch.targets, optimizer=workshop.live, loss_fn=loss_fn
+                inputs=batch.inputs,
+                targets=batch.targets,
+                optimizer=workshop.live,
+                loss_fn=loss_fn,
+                autocast=workshop.numerics.forward(),
             )
         self._in_epoch = None if self._in_epoch is None else self._in_epoch + 1
         outputs, loss = seen[-1]
@@ -138,26 +141,3 @@ def _forget_what_differs(workshop: Workshop) -> None:
         log.info(
             "the %s begins anew, for members' states differ and their updates may not", type(live).__name__
         )
-
-
-@contextmanager
-def _autocast(workshop: Workshop) -> Iterator[None]:
-    """Let the model compute in the workshop's precision where another calls it, and nothing beside it."""
-    entered: list[Any] = []
-
-    def enter(*_: object) -> None:
-        entered.append(workshop.numerics.forward())
-        entered[-1].__enter__()
-
-    def leave(*_: object) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    hooks = (
-        workshop.model.register_forward_pre_hook(enter),
-        workshop.model.register_forward_hook(leave, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -25,6 +25,7 @@ from offbeat.trainer.scheduling import (
     Scheduling,
     as_it_was_after_failure,
     faults_of_scheduler,
+    measured_apart_faults,
     scheduling_of,
 )
 from offbeat.trainer.settings import Kind
@@ -180,6 +181,8 @@ class Driveable:
                         is_validated=is_validated,
                     )
                 )
+                if scheduling is not None and scheduling.is_measured and self._places.share_updates(kinds):
+                    faults += measured_apart_faults(asked[2])
             refuse(faults)
         assert scheduling is not None  # noqa: S101  else there is a fault
         self._optimizer, workshop.live, workshop.given = chosen, live, given

@@ -24,6 +24,7 @@ __all__ = [
     "bring_back_scheduler",
     "faults_of_scheduler",
     "idle_faults",
+    "measured_apart_faults",
     "meter_of",
     "scheduler_for",
     "scheduling_of",
@@ -124,6 +125,25 @@ def idle_faults(given: object, interval: object, metric: object) -> list[str]:
     if metric is not None:
         faults.append("scheduler_metric is given, and no scheduler, which would go by it: leave it out")
     return faults
+
+
+def measured_apart_faults(metric: Metric | None) -> list[str]:
+    """Tell what is wrong with a scheduler that goes by a metric where all members' rates have to be the same.
+
+    By the loss of the same validation data they may be, as all have the same model.
+
+    Args:
+        metric: Of each one's own training batches; None: of the validation data.
+    """
+    if metric is None:
+        return []
+    return [
+        (
+            "scheduler goes by scheduler_metric, which each member measures on batches of its own, and with "
+            "'accumulate' in a process group all need the same learning rate: take a scheduler that goes by "
+            "no metric, or leave scheduler_metric out and give all members the same validation="
+        )
+    ]
 
 
 def shared_faults(metric: object, others: Sequence[object]) -> list[str]:

@@ -143,7 +143,7 @@ class AsyncWorker(process.Live):
         self._words = f"{self._id} at {session.address}"
         self._has_warned_of_reduction = False
         self._closed = False
-        trained_by.register(self.model, self)
+        trained_by.register(self.model, self, is_puller=True)
         try:
             if optimizer is not None:
                 self._steps.use(optimizer)

@@ -213,3 +213,21 @@ def test_the_optimizer_is_the_workers(serve, join):
     assert ours.optimizer is worker.optimizer
     train(ours, range(1), optimizer=worker.optimizer)
     assert ours.updates == 1
+
+
+OTHERS = {
+    "an accumulator": lambda trained, _: offbeat.AsyncGradientAccumulator(trained, accumulation_steps=2),
+    "an averager": lambda trained, _: offbeat.AsyncModelAverager(trained),
+    "a trainer": lambda trained, _: offbeat.AsyncTrainer(trained),
+    "a fault-tolerant trainer": offbeat.FaultTolerantTrainer,
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_a_worker_s_model_is_trained_by_nothing_else_until_it_is_closed(make, serve, join, tmp_path):
+    """What it makes of the model would never be pushed, and be overwritten by the next pull."""
+    worker = join(serve(net()), net(), optimizer=SPEC)
+    with pytest.raises(ConfigError, match=r"model is that of <offbeat\.AsyncWorker .*give the worker itself"):
+        make(worker.model, tmp_path)
+    worker.close()
+    make(worker.model, tmp_path)

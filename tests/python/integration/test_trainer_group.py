@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 import offbeat
 from offbeat import averaging, optim
-from offbeat.errors import ConnectionLostError, NonFiniteError, StateError
+from offbeat.errors import ConfigError, ConnectionLostError, NonFiniteError, StateError
 from support.averaging import warned
 from support.group import together
 
@@ -352,3 +352,32 @@ def test_a_strategy_that_one_member_alone_changes_is_told_to_all_and_hangs_nowhe
         assert "and not all others do" in text
         assert "set strategy in all of them, after the same batch of theirs" in text
         assert stopped == "failed"
+
+
+def by_a_metric_of_its_own(rank, keywords):
+    """Train by a scheduler that goes by a metric; give what is refused, or the rates."""
+    ours = model()
+    trainer = offbeat.AsyncTrainer(ours, strategy="accumulate", regular_sync_frequency=2, overlap=False)
+    live = torch.optim.SGD(ours.parameters(), lr=0.1)
+    given = {"validation": data_of(9, 4)} if keywords == "validation" else keywords
+    try:
+        trainer.train(
+            dataloader=data_of(rank, 6),
+            epochs=3,
+            optimizer=live,
+            loss_fn=LOSS,
+            progress=False,
+            scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(live, patience=0, threshold=1e9),
+            **given,
+        )
+    except ConfigError as error:
+        return str(error)
+    return live.param_groups[0]["lr"]
+
+
+def test_where_updates_are_shared_no_rate_goes_by_what_one_member_measures():
+    for told in together(by_a_metric_of_its_own, 2, {"scheduler_metric": "loss"}):
+        assert "scheduler goes by scheduler_metric, which each member measures on batches of its own" in told
+        assert "give all members the same validation=" in told
+    one, other = together(by_a_metric_of_its_own, 2, "validation")
+    assert one == other < 0.1

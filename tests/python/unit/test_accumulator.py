@@ -596,3 +596,45 @@ def test_what_is_closed_trains_no_more_and_says_so():
     assert ours.updates == 0, "that is flush's"
     assert all(torch.equal(value, before[name]) for name, value in ours.model.state_dict().items())
     ours.close()
+
+
+@pytest.mark.parametrize("part", ["accumulator", "averager"])
+def test_model_and_loss_are_computed_in_a_context_and_the_backward_pass_is_not(part):
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            seen.append(("forward", outputs.dtype))
+            outputs.register_hook(lambda _: seen.append(("backward", torch.is_autocast_enabled("cpu"))))
+            return outputs
+
+    def loss_fn(outputs, targets):
+        seen.append(("loss", torch.is_autocast_enabled("cpu")))
+        return nn.functional.cross_entropy(outputs, targets)
+
+    torch.manual_seed(0)
+    trained, other = Watched(4, 3), nn.Linear(4, 3)
+    other.load_state_dict(trained.state_dict())
+    make = {
+        "accumulator": lambda: offbeat.AsyncGradientAccumulator(trained, 1, overlap=False),
+        "averager": lambda: offbeat.AsyncModelAverager(trained),
+    }
+    ours, live = make[part](), torch.optim.SGD(other.parameters(), lr=0.1)
+    in_half = torch.autocast("cpu", torch.bfloat16)
+    for number in range(3):
+        inputs, targets = (
+            torch.randn(5, 4, generator=torch.Generator().manual_seed(number)),
+            torch.arange(5) % 3,
+        )
+        given = {"inputs": inputs, "targets": targets, "optimizer": optim.SGD(lr=0.1), "loss_fn": loss_fn}
+        ours.train_step(**given, autocast=in_half)
+        live.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(other(inputs), targets)
+        loss.backward()
+        live.step()
+    assert seen == [("forward", torch.bfloat16), ("loss", True), ("backward", False)] * 3
+    assert all(map(torch.equal, trained.parameters(), other.parameters()))
+    with pytest.raises(ConfigError, match=r"autocast is 'bf16': give torch\.autocast"):
+        ours.train_step(**given, autocast="bf16")

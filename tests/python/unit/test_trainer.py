@@ -500,6 +500,24 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(given):
     copy.deepcopy(ours)
 
 
+@pytest.mark.parametrize("strategy", ["local", "accumulate"])
+def test_a_compiled_model_computes_in_bfloat16_and_steps_in_float32(strategy):
+    torch._dynamo.reset()  # else what other tests have compiled may hide what cannot be
+    seen = []
+
+    def loss_fn(outputs, targets):
+        seen.append((outputs.dtype, torch.is_autocast_enabled("cpu")))
+        return nn.functional.cross_entropy(outputs, targets)
+
+    ours = model()
+    given = {} if strategy == "local" else {"regular_sync_frequency": 2}
+    trainer = offbeat.AsyncTrainer(ours, strategy=strategy, compile="eager", amp="bf16", **given)
+    trainer.train(dataloader=DATA, optimizer=optim.SGD(lr=0.1), loss_fn=loss_fn, progress=False)
+    assert set(seen) == {(torch.bfloat16, True)}
+    assert not torch.is_autocast_enabled("cpu")
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+
+
 def test_a_compiled_model_is_trained_in_place():
     ours, theirs = model(), model()
     trainer = offbeat.AsyncTrainer(ours, compile="eager")
