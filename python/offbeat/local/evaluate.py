@@ -151,7 +151,7 @@ def _same_modes(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _same_generators(batches: Iterable[Any]) -> Iterator[None]:
     """Give the data's own generators their states back: they may be those of the training data, too."""
-    generators = Generators.of(batches)
+    generators = Generators(batches)
     states = generators.states()
     try:
         yield

@@ -1,7 +1,7 @@
 """Random generators that belong to a loader, its samplers or its dataset: found as their attributes."""
 
 import random
-from collections.abc import Mapping, ValuesView
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,57 +13,68 @@ from offbeat.errors import ConfigError
 __all__ = ["Generators"]
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+_PARTS = (DataLoader, Sampler, Dataset)
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Generators:
-    """Each once, in the order in which they were found."""
+    """Those of a loader or a dataset, by where they are found in it.
 
-    def __init__(self, found: list[Generator]) -> None:
-        self._found = found
+    They are looked for each time: a dataset may make one as a pass begins.
+    """
 
-    @classmethod
-    def of(cls, source: object) -> "Generators":
-        """Find those of a loader or a dataset, and of the loaders, samplers and datasets it is made of."""
-        places: list[object] = []
-        seen: set[int] = set()
-        waiting = [source]
-        while waiting:
-            place = waiting.pop(0)
-            if id(place) not in seen:
-                seen.add(id(place))
-                places.append(place)
-                waiting += _made_of(place)
-        values = [value for place in places for value in getattr(place, "__dict__", {}).values()]
-        shared = (
-            torch.default_generator
-        )  # a run's own, as are those of `random` and numpy, which are no values
-        own = {id(v): v for v in values if _has_state(v) and v is not shared}
-        return cls(list(own.values()))
+    def __init__(self, source: object) -> None:
+        """`source`: A loader or a dataset."""
+        self._source = source
 
-    def states(self) -> list[Any]:
-        """Give their states, as nests."""
-        return [_state(generator) for generator in self._found]
+    def states(self) -> dict[str, Any]:
+        """Give their states, as nests, by where they are."""
+        return {path: _state(generator) for path, generator in _found(self._source)[0].items()}
 
-    def set(self, states: list[Any]) -> None:
-        """Give them states back.
+    def set(self, states: Mapping[str, Any]) -> None:
+        """Give them states back; those that have none, as they were not there yet, stay as they are.
+
+        One that is not there is left out where the data is told of epochs, and makes it then.
 
         Raises:
-            ConfigError: If they are of other generators.
+            ConfigError: If another is not there, or is of another kind.
         """
-        if len(states) != len(self._found):
-            raise ConfigError(
-                f"the data has {len(self._found)} random generators of its own, and the checkpoint's had "
-                f"{len(states)}: give the same"
-            )
-        for generator, state in zip(self._found, states, strict=True):
+        found, places = _found(self._source)
+        is_told = any(callable(getattr(place, "set_epoch", None)) for place in places)
+        for path, state in states.items():
+            if path not in found and is_told:
+                continue
+            if path not in found:
+                raise ConfigError(
+                    f"the data has no random generator {path!r}, as the checkpoint's had: give the same "
+                    f"data, which makes its generators as it is made, or in set_epoch"
+                )
             try:
-                _set(generator, state)
+                _set(found[path], state)
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 raise ConfigError(
-                    f"the data has a {type(generator).__name__}, and the checkpoint's had another random "
-                    f"generator in its place: give the same ({error})"
+                    f"the data has a {type(found[path]).__name__} as {path!r}, and the checkpoint's had "
+                    f"another random generator in its place: give the same ({error})"
                 ) from error
+
+
+def _found(source: object) -> tuple[dict[str, Generator], list[object]]:
+    """Find the generators of a loader or a dataset, and of what it is made of; give these parts, too."""
+    shared = torch.default_generator  # a run's own, as are those of `random` and numpy, which are no values
+    found: dict[str, Generator] = {}
+    places: dict[int, object] = {id(shared): shared}  # which are kept as long as their ids are
+    waiting: list[tuple[str, object]] = [("", source)]
+    while waiting:
+        path, place = waiting.pop(0)
+        if id(place) in places:
+            continue
+        places[id(place)] = place
+        for name, value in getattr(place, "__dict__", {}).items():
+            if _has_state(value) and id(value) not in places:
+                places[id(value)] = value
+                found[f"{path}{name}"] = value
+        waiting += [(f"{path}{name}.", part) for name, part in _made_of(place)]
+    return found, list(places.values())
 
 
 def _has_state(value: object) -> bool:
@@ -71,15 +82,19 @@ def _has_state(value: object) -> bool:
     return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 
 
-def _made_of(source: object) -> list[object]:
-    """Give what a loader or a dataset is made of, as a Subset, a ConcatDataset or a progress bar is."""
-    named = (getattr(source, name, None) for name in ("dataset", "sampler", "batch_sampler"))
-    found = [value for value in named if value is not None]
-    for value in [getattr(source, "datasets", None), *getattr(source, "__dict__", {}).values()]:
-        several = value.values() if isinstance(value, Mapping) else value
-        listed = several if isinstance(several, list | tuple | ValuesView) else [several]
-        found += [each for each in listed if isinstance(each, DataLoader | Sampler | Dataset)]
-    return found
+def _made_of(source: object) -> Iterator[tuple[str, object]]:
+    """Give the loaders, samplers and datasets in one, as in a Subset or a progress bar, and their names."""
+    for name in ("dataset", "sampler", "batch_sampler"):
+        yield name, getattr(source, name, None)  # whatever it is
+    several = {"datasets": getattr(source, "datasets", None), **getattr(source, "__dict__", {})}
+    for name, value in several.items():
+        if isinstance(value, _PARTS):
+            yield name, value
+        elif isinstance(value, Mapping | list | tuple):
+            values = value.values() if isinstance(value, Mapping) else value
+            if isinstance(next(iter(values), None), _PARTS):  # else it may be a list of a million paths
+                keys = value.keys() if isinstance(value, Mapping) else range(len(value))
+                yield from ((f"{name}.{key}", part) for key, part in zip(keys, values, strict=True))
 
 
 def _state(generator: Generator) -> Any:  # noqa: ANN401  a nest

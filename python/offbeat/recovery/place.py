@@ -20,7 +20,7 @@ from offbeat.local.generators import Generators
 from offbeat.recovery import rng
 from offbeat.recovery.digest import digest_of
 
-__all__ = ["Data", "Described", "Place", "data_of"]
+__all__ = ["Data", "Described", "Place", "data_of", "warn_of_workers"]
 
 Kind = Literal["dataset", "stateful", "replayed"]
 
@@ -142,21 +142,10 @@ def data_of(
     )
     if isinstance(source, Epochs) and not isinstance(dataset, IterableDataset):
         samples = len(cast(Sized, dataset))
-        return _Ordered(
-            source, Described("dataset", samples, len(source), batch_size), Generators.of(dataset)
-        )
+        return _Ordered(source, Described("dataset", samples, len(source), batch_size), Generators(dataset))
     tells = _tells_its_place(dataloader)
-    if (
-        is_deterministic
-        and getattr(dataloader, "num_workers", None)
-        and (tells or _keeps_workers(dataloader))
-    ):
-        remedy = "a plain DataLoader" if tells else "persistent_workers=False"
-        log.warn(
-            f"deterministic=True, and what the workers of a {type(dataloader).__name__} draw at random "
-            f"is in no state of it: the order of samples will be the same after a crash, and the samples "
-            f"where they follow from their index; give num_workers=0, {remedy}, or a dataset="
-        )
+    if is_deterministic:
+        warn_of_workers("dataloader", dataloader)
     if tells:
         return _Stateful(source, dataloader, _describe("stateful", source, dataloader))
     described = _describe("replayed", source, dataloader)
@@ -170,6 +159,23 @@ def data_of(
         is_ended,
         is_exact=is_deterministic and not _keeps_workers(dataloader),
     )
+
+
+def warn_of_workers(keyword: str, loader: object) -> None:
+    """Warn of a loader whose workers draw what nobody can bring back, where the same bits are asked for.
+
+    Args:
+        keyword: As what it was given.
+        loader: Any.
+    """
+    tells = _tells_its_place(loader)
+    if getattr(loader, "num_workers", None) and (tells or _keeps_workers(loader)):
+        remedy = "a plain DataLoader" if tells else "persistent_workers=False"
+        log.warn(
+            f"deterministic=True, and what the workers of a {type(loader).__name__} ({keyword}=) draw at "
+            f"random is in no state of it: the order of samples will be the same after a crash, and the "
+            f"samples where they follow from their index; give num_workers=0, {remedy}, or a dataset"
+        )
 
 
 class _Ordered:
@@ -186,8 +192,9 @@ class _Ordered:
         restore()
 
     def resume(self, place: Place, state: Any, restore: Callable[[], None]) -> Iterator[Any]:  # noqa: ANN401  of Data
+        batches = self._source.epoch(place.epoch, skipped=place.batch)  # first: it may make a generator
         self.bring_back(state, restore)
-        return iter(self._source.epoch(place.epoch, skipped=place.batch))
+        return iter(batches)
 
     def state(self) -> Any:  # noqa: ANN401  of Data
         return {"generators": self._generators.states()}
@@ -198,7 +205,7 @@ class _Stateful:
         self.described = described
         self._source = source
         self._loader = loader
-        self._generators = Generators.of(loader)
+        self._generators = Generators(loader)
 
     def begin(self, epoch: int) -> Iterator[Any]:
         return iter(self._source.epoch(epoch))
@@ -251,7 +258,7 @@ class _Replayed:
         self.described = described
         self._source = source
         self._loader = loader
-        self._generators = Generators.of(loader)
+        self._generators = Generators(loader)
         self._device = device
         self._is_ended = is_ended
         self._is_exact = is_exact
@@ -288,6 +295,9 @@ class _Replayed:
             self.bring_back(state, restore)
             return self.begin(place.epoch)
         began = state["began"]
+        self._source.epoch(
+            place.epoch
+        )  # as this is told, and again as the pass begins, generators may be made
         _begin_with_workers(self._loader, had=began["has_workers"])
         self._generators.set(began["generators"])
         rng.restore(began["global"], self._device)
@@ -295,7 +305,8 @@ class _Replayed:
         self._drop(place, batches)
         if not self._is_ended():
             self._compare(place, state.get("read"))
-            self._generators.set(state["generators"])  # from which training may have drawn, too
+            if isinstance(self._loader, DataLoader | Dataset):  # another may read ahead, on a thread
+                self._generators.set(state["generators"])  # from which training may have drawn, too
         restore()
         return batches
 

@@ -48,7 +48,7 @@ def derived(state: dict[str, Any], number: int) -> dict[str, Any]:
         state: As `capture` gave it.
         number: Which of those that follow.
     """
-    seed = int(digest_of([number, state], most=None)[:16], 16) >> 1
+    seed = int(digest_of([number, *state.values()], most=None, of_all=True)[:16], 16) >> 1
     own = {
         "python": random.Random(seed).getstate(),  # noqa: S311  no secret
         "numpy": _seeded(state["numpy"], seed),

@@ -31,7 +31,7 @@ from offbeat.recovery.directory import Directory
 from offbeat.recovery.goal import Goal
 from offbeat.recovery.manifest import Manifest
 from offbeat.recovery.modes import Modes, modes_of
-from offbeat.recovery.place import Data, data_of
+from offbeat.recovery.place import Data, data_of, warn_of_workers
 from offbeat.recovery.rollback import WayBack
 from offbeat.recovery.run import Again, Plan, Run, check_state
 from offbeat.recovery.saver import Delays, Saver
@@ -524,6 +524,8 @@ class FaultTolerantTrainer:
         """Get ready to measure the model on other data, if there is some."""
         if data is None:
             return None
+        if self._is_deterministic:
+            warn_of_workers("validation", data)
         return Validation(data, metrics, batch_size=EVALUATED_TOGETHER, epochs=epochs, keeps=[self.model])
 
     def _validate(self, validation: Validation, beside: Meter | None, each: Each) -> dict[str, float]:

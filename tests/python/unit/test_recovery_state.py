@@ -5,6 +5,7 @@ import fcntl
 import functools
 import math
 import os
+import queue
 import random
 import shutil
 import signal
@@ -19,6 +20,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
     StackDataset,
     Subset,
@@ -355,8 +357,88 @@ def test_a_loader_that_tells_its_place_is_told_the_epoch_before_it_gets_it_back(
 
 def test_other_generators_than_the_checkpoint_s_are_refused(tmp_path):
     life(tmp_path, max_steps=3, data=lambda: {"dataset": Noisy(), "batch_size": 8})
-    with pytest.raises(ConfigError, match="has 0 random generators of its own, and the checkpoint's had 4"):
+    with pytest.raises(ConfigError, match="the data has no random generator 'plain', as the checkpoint's"):
         life(tmp_path)
+
+
+class MadeByEpoch(Numbered):
+    """Makes its generator anew for each pass, as it is told the epoch."""
+
+    def set_epoch(self, number):
+        self.rng = random.Random(number)  # noqa: S311  no secret
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / SAMPLES) + self.rng.random(), torch.tensor(index)
+
+
+class MadeLate(Numbered):
+    """Makes its generator as it is first asked for a sample."""
+
+    rng = None
+
+    def __getitem__(self, index):
+        self.rng = random.Random(3) if self.rng is None else self.rng  # noqa: S311
+        return torch.full((4,), index / SAMPLES) + self.rng.random(), torch.tensor(index)
+
+
+@pytest.mark.parametrize("stop_at", [4, 5, 13])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_generator_that_is_made_as_the_epoch_is_told_goes_on_where_it_was(is_loaded, stop_at, tmp_path):
+    def data():
+        if is_loaded:
+            return {"dataloader": DataLoader(MadeByEpoch(), batch_size=8, shuffle=True)}
+        return {"dataset": MadeByEpoch(), "batch_size": 8}
+
+    assert_goes_on(tmp_path, stop_at=stop_at, data=data)
+
+
+def test_a_generator_that_was_not_there_yet_keeps_nobody_from_going_on_in_the_same_process(tmp_path):
+    data = MadeLate()
+    given = {"optimizer": optim.SGD(lr=0.1), "loss_fn": plain_loss, "dataset": data, "batch_size": 8}
+    trainer = FaultTolerantTrainer(net(), tmp_path)
+    assert trainer.train(epochs=1, **given).steps == 5
+    assert trainer.train(epochs=2, **given).steps == 10
+
+
+class ReadsAhead:
+    """Takes batches from a loader on a thread, some before they are asked for."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        ready, has_begun = queue.Queue(maxsize=3), threading.Event()
+
+        def read():
+            for number, batch in enumerate(self.loader):
+                ready.put(batch)
+                if number == 1:
+                    has_begun.set()
+            has_begun.set()
+            ready.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        has_begun.wait()
+        while (batch := ready.get()) is not None:
+            yield batch
+
+
+@pytest.mark.parametrize("stop_at", [3, 13])
+def test_a_loader_that_reads_ahead_on_a_thread_gives_the_same_order(stop_at, tmp_path):
+    def data():
+        drawn = RandomSampler(Numbered(), replacement=True, generator=torch.Generator().manual_seed(7))
+        return {"dataloader": ReadsAhead(DataLoader(Numbered(), batch_size=8, sampler=drawn))}
+
+    assert_goes_on(tmp_path, stop_at=stop_at, data=data)
+
+
+def test_workers_that_draw_for_validation_are_told_of_where_the_same_bits_are_asked_for(tmp_path, caplog):
+    kept = DataLoader(Numbered(), batch_size=8, num_workers=1, persistent_workers=True)
+    FaultTolerantTrainer(net(), tmp_path, deterministic=True).train(
+        dataset=Numbered(), max_steps=1, optimizer=optim.SGD(lr=0.1), loss_fn=plain_loss, validation=kept
+    )
+    told = "what the workers of a DataLoader (validation=) draw at random is in no state of it"
+    assert sum(told in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("stop_at", [3, 10, 13], ids=["the first pass", "between two", "a later one"])
