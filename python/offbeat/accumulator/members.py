@@ -9,7 +9,6 @@ import torch
 from torch import distributed, nn
 
 from offbeat import log
-from offbeat.accumulator.mean_buffers import make_alike, words_of
 from offbeat.accumulator.parcel import Parcel
 from offbeat.accumulator.window import Sum
 from offbeat.errors import ConfigError, StateError
@@ -26,6 +25,7 @@ from offbeat.local.group import (
     is_other,
     listed,
 )
+from offbeat.local.mean_alike import make_alike, words_of
 from offbeat.local.sums import Sums
 
 __all__ = ["Alone", "Group", "Members", "Total"]
@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 Settings = Mapping[str, object]
 """As JSON can have them, by names for people."""
+
+TRAINED = "requires_grad of "
 
 REMEDIES = {
     "learning rate": "a scheduler has to step once per update in every member, also in those that flush() "
@@ -227,8 +229,8 @@ class Group:
         self._settings: Settings = {}  # said with them, as is which parameters are `_wanted`
         check_device(group, self._device)
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
-        # another sums of different sizes otherwise, and torch ends a process to which that happens. What is
-        # trained anew with a sum comes in one of its own, as that has ended and all know of it.
+        # another sums of different sizes otherwise, and torch ends a process to which that happens. What has
+        # a gradient besides, trained anew or frozen by now, comes in a sum of its own: all know of it then.
         self._is_sent = self._wanted = self._are_trained()
         self._sums = Sums.among(group, of="the gradients")
         with self._sums.together() as own:
@@ -296,7 +298,8 @@ class Group:
         self._send_gained(presence)
         parcels = [one for one in (self._parcel, self._gained) if one is not None]
         self._parcel = self._gained = None
-        self._is_sent = self._wanted
+        if num_at_work:  # else nobody has looked whether all want the same
+            self._is_sent = self._wanted
         if self._is_divided and counts:
             for parcel in parcels:
                 parcel.divide(counts / self._sent_in)
@@ -358,11 +361,11 @@ class Group:
         self._sums.close()
 
     def _send_gained(self, presence: Sequence[float]) -> None:
-        """Add up what is trained anew, too, of which all know now; once, also where a wait is broken off."""
+        """Add up what else has a gradient, as all know now; once, also where a wait is broken off."""
         if self._gained is not None:
             return
-        every = zip(self._wanted, self._is_sent, presence, strict=True)
-        are_gained = [is_wanted and not is_sent and bool(is_there) for is_wanted, is_sent, is_there in every]
+        every = zip(self._is_sent, presence, strict=True)
+        are_gained = [not is_sent and bool(is_there) for is_sent, is_there in every]
         if not any(are_gained):
             return
         theirs = [gradient for gradient, is_one in zip(self._unsent, are_gained, strict=True) if is_one]
@@ -376,14 +379,12 @@ class Group:
         with self._sums.together() as group:
             everybody = gathered(group, {**self._settings, **self._by_name(self._wanted)})
         found = differing(everybody)
-        remedies = "; ".join(
-            dict.fromkeys(REMEDIES.get(name, "give the same to all of them") for name in found)
-        )
+        remedies = "; ".join(dict.fromkeys(map(_remedy, found)))
         raise StateError(f"members are set differently: {listed(found)}: {remedies}")
 
     def _by_name(self, are_trained: Sequence[bool]) -> dict[str, bool]:
         every = zip(self._named, are_trained, strict=True)
-        return {f"requires_grad of {name!r}": is_trained for (name, _), is_trained in every}
+        return {f"{TRAINED}{name!r}": is_trained for (name, _), is_trained in every}
 
     def _are_trained(self) -> list[bool]:
         return [parameter.requires_grad for _, parameter in self._named]
@@ -395,6 +396,15 @@ class Group:
                     f"the gradient of {name!r} is sparse and cannot be reduced: build its layer without "
                     f"sparse=True"
                 )
+
+
+def _remedy(name: str) -> str:
+    if name.startswith(TRAINED):
+        return (
+            "freeze and unfreeze after the same update in all of them; who waits for others in flush() "
+            "cannot, so give members as many batches as one another"
+        )
+    return REMEDIES.get(name, "give the same to all of them")
 
 
 def _where(named: Sequence[tuple[str, nn.Parameter]], are_meant: Sequence[bool]) -> list[nn.Parameter]:

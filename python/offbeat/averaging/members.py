@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +26,7 @@ from offbeat.local.group import (
     is_alike,
     is_other,
 )
+from offbeat.local.mean_alike import make_alike as give_mean
 from offbeat.local.sums import Sums
 
 __all__ = [
@@ -57,6 +58,10 @@ DIFFERENT = (
     "them when they are made"
 )
 """What to say where members' settings have come to differ since they were made."""
+
+
+MUCH = 10**12
+"""What a sample counts, beside 1 that each member does, in the mean of what is apart at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +159,14 @@ class Members(Protocol):
         is_alone: There can be no others.
         is_waited_for: A member waits for a round's end before it begins the next; else it begins that later.
         meets_in_twos: A round may be one of twos.
+        arrives_alone: A round is one member's.
         has_gone_on: Others had made rounds before this member came, and it has begun with what they made.
     """
 
     is_alone: bool
     is_waited_for: bool
     meets_in_twos: bool
+    arrives_alone: bool
     has_gone_on: bool
 
     @property
@@ -208,8 +215,13 @@ class Members(Protocol):
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Give all members the first one's values, in place; where the server is `away`, nobody anything.
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
+        """Give all members the same values, in place; where the server is `away`, nobody anything.
+
+        Args:
+            tensors: Which are the same already, up to rounding, or by now this one's alone.
+            apart: Places of those that may differ, and get their mean.
+            samples: That this member's part in that counts; where nobody has any, all count as much.
 
         Returns:
             How many of them have not ended by now.
@@ -235,6 +247,7 @@ class Alone:
     is_alone = True
     is_waited_for = True
     meets_in_twos = True
+    arrives_alone = False
     has_gone_on = False
     away: str | None = None
 
@@ -290,9 +303,9 @@ class Alone:
         del value
         return True
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
         """They are."""
-        del tensors
+        del tensors, apart, samples
         return 0
 
     def state(self) -> list[list[float]]:
@@ -330,6 +343,7 @@ class Group:
     is_alone = False
     is_waited_for = True
     meets_in_twos = True
+    arrives_alone = False
     has_gone_on = False
     away: str | None = None
 
@@ -456,14 +470,16 @@ class Group:
         with self._sums.together() as group:
             return is_alike(group, value, self._device)
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Broadcast.
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
+        """Give the mean of what is apart, and broadcast the rest.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
+        differ = {str(place): tensors[place] for place in sorted(apart)}
         with self._sums.together() as group:
-            begin_alike(group, tensors)
+            give_mean(group, differ, MUCH * samples + 1, self._device)
+            begin_alike(group, (tensor for place, tensor in enumerate(tensors) if place not in apart))
         return 0
 
     def state(self) -> list[list[float]]:

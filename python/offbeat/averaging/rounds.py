@@ -159,12 +159,14 @@ class Rounds:
         self._under_way: _UnderWay | None = None
         self._room = Room(3)  # for what this member was, what it sends, and a server's mean
         self._rate = 0.0
+        self._versions = self._versions_now()
         self._plan = self._wanted()
         self._samples: list[int] = [0]
         self._iterations = 0
         self._drifts: list[float | None] = []
         self._are_apart = [False]
         self._left: set[int] = set()  # places of what is not trained any more, and differs in members still
+        self._gained: dict[int, int] = {}  # of what was in no round yet: samples that led to it
         self._lay_out(is_begun=True)
 
     @property
@@ -307,8 +309,12 @@ class Rounds:
             outcome = self._go_halfway(round_, heard, wanted)
         else:
             outcome = self._go_with_all(round_, heard, wanted, has_moved=iterations > round_.iterations)
-        if heard.is_brought and not round_.is_pairwise and not self.method.has_centre:
-            self._left.difference_update(self._places(round_.parameters))
+        if heard.is_brought and heard.weight:
+            met = self._places(round_.parameters)
+            self._gained = {place: num for place, num in self._gained.items() if place not in met}
+            if not round_.is_pairwise and not self.method.has_centre:
+                self._left.difference_update(met)
+        self._versions = self._versions_now()
         if heard.are_agreed:
             self._follow(wanted.plan, round_)
         return outcome
@@ -316,8 +322,9 @@ class Rounds:
     def end_alike(self) -> int:
         """Leave the same model in all members, also of what has not been averaged of late.
 
-        That is the centre, where the method has one; and the first member's value of what is frozen and was
-        changed all the same. Where the members cannot be reached, this one's model stays as it is.
+        That is the centre, where the method has one; and of what no round has brought together, as it was
+        trained for the first time since the last, or is frozen and was changed all the same, the mean. Where
+        the members cannot be reached, this one's model stays as it is.
 
         Returns:
             How many members have not ended by now.
@@ -332,16 +339,23 @@ class Rounds:
                     for parameter, part in zip(trained, memory.parts("reference"), strict=True):
                         own.append((parameter, parameter.detach().clone()))
                         parameter.copy_(part)
-            num_at_work = self._members.make_alike([*self._parameters, *self._statistics.buffers()])
+            are_trained = enumerate(self._plan.are_trained)
+            num_at_work = self._members.make_alike(
+                [*self._parameters, *self._statistics.buffers()],
+                apart={place for place, is_one in are_trained if not is_one or place in self._gained},
+                samples=max(self._gained.values(), default=0),
+            )
             are_alike = self._members.away is None
             if are_alike:
                 self._left.clear()
+                self._gained.clear()
             return num_at_work
         finally:
             if not are_alike:
                 with torch.no_grad():
                     for parameter, value in own:
                         parameter.copy_(value)
+            self._versions = self._versions_now()
 
     def state_dict(self) -> dict[str, Any]:
         """Give what is kept from round to round, as if the one under way had not begun; it goes on."""
@@ -361,6 +375,7 @@ class Rounds:
             "kept_of": [self._places(memory.parameters) for memory in self._memories],
             "are_apart": are_apart,
             "left": sorted(self._left),
+            "gained": [list(pair) for pair in self._gained.items()],
             "heard": self._members.state(),
         }
 
@@ -426,6 +441,7 @@ class Rounds:
         self._plan = plan
         self.number, self._rate = int(state["number"]), float(state["rate"])
         self._are_apart, self._left = are_apart, set(left)
+        self._gained = {int(place): int(num) for place, num in state.get("gained", ())}
         self._members.resume(state["heard"])
         self._take_counts(state)
         self._drifts = list(state["drifts"])
@@ -451,14 +467,26 @@ class Rounds:
         self._iterations = int(state.get("iterations", 0))  # which older states do not have
 
     def _wanted(self) -> _Plan:
-        return _Plan(self.wanted_method, [p.requires_grad for p in self._parameters])
+        """Tell what this member wants: to average what is trained.
+
+        That is also what was since the newest round and is frozen just now, as one of two networks that are
+        trained in turn: it has a gradient still, and was written to. What was loaded has none.
+        """
+        every = zip(self._parameters, self._versions, strict=True)
+        return _Plan(
+            self.wanted_method,
+            [p.requires_grad or (p.grad is not None and _version(p) != before) for p, before in every],
+        )
+
+    def _versions_now(self) -> list[int]:
+        """Give torch's counts of what was written to each parameter."""
+        return [_version(p) for p in self._parameters]
 
     def _follow(self, plan: _Plan, round_: _UnderWay) -> None:
         """Do from the next round on what all members want by now.
 
-        What is trained from here on was not in the round that has ended: where nothing is trained until the
-        next, as in `flush`, that one still counts the samples that have led it to where it is. And what is
-        trained no more is averaged on until all have met with it.
+        What is trained from here on was in no round yet: where none comes that has anything to bring, the end
+        has. And what is trained no more is averaged on until all have met with it.
 
         Args:
             plan: What they want.
@@ -467,10 +495,13 @@ class Rounds:
         has_other_method, had_centre = plan.method != self.method, self.method.has_centre
         before = self._plan.are_trained
         for number, fragment in enumerate(self._fragments):
-            has_met = number == round_.fragment and not self._are_apart[number] and not had_centre
-            if not has_met:
+            is_this = number == round_.fragment
+            if not is_this or self._are_apart[number] or had_centre:
                 self._left.update(p for p in fragment if before[p] and not plan.are_trained[p])
-            if number == round_.fragment and any(plan.are_trained[p] and not before[p] for p in fragment):
+            gained = [p for p in fragment if plan.are_trained[p] and not before[p]]
+            num = self._samples[number] - round_.samples_before if is_this else 0
+            self._gained |= dict.fromkeys(gained, num)
+            if is_this and gained and self._members.arrives_alone:  # no round of all brings it
                 self._samples[number] = min(self._samples[number], round_.samples_before)
         self._plan = plan
         if has_other_method:
@@ -644,6 +675,11 @@ def _told_of(number: int) -> Iterator[None]:
             f"averaging cannot go on in round {number}: {error}. With communication_backend='tcp' the others "
             f"go on where one dies"
         ) from None
+
+
+def _version(parameter: nn.Parameter) -> int:
+    """Give torch's count of what was written to a parameter, by whomever."""
+    return parameter._version  # noqa: SLF001  torch has no other way
 
 
 def _split(places: Sequence[int], sizes: Sequence[int], num: int) -> list[list[int]]:

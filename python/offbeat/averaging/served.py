@@ -1,6 +1,6 @@
 """Members that meet at an Offbeat server: they come, go and die without stopping the others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -58,6 +58,9 @@ EXACT = frozenset(
 NOWHERE = -1, -1
 """Round and version of whom has been in none."""
 
+NEXT_TO_NOTHING = 1e-9
+"""Samples that a member counts which has none."""
+
 REREAD = ("server_rolled_back", "slept")
 """Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
 started again in between, or had given up the member, which stood still."""
@@ -89,6 +92,7 @@ class Served:
     is_alone = False
     is_waited_for = False
     meets_in_twos = False
+    arrives_alone = False
 
     def __init__(
         self,
@@ -239,8 +243,13 @@ class Served:
         del value
         return True
 
-    def make_alike(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Give all who are there the mean of what they have, one as the other; each has to call this.
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
+        """Give all who are there the mean of what they have; each has to call this.
+
+        Args:
+            tensors: What they have.
+            apart: Whatever differs.
+            samples: That this one's counts; where nobody has any, all count as much.
 
         Returns:
             How many of them are at work: one that has come since the round in which all had ended.
@@ -248,6 +257,7 @@ class Served:
         Raises:
             ClosedError: If this is closed.
         """
+        del apart
         self._check_open()
         self._tensors = dict(zip(self._tensors, tensors, strict=True))  # moved, it has new buffers
         self._end_given_up()
@@ -259,7 +269,12 @@ class Served:
                 own = {name: array_of(tensor) for name, tensor in self._tensors.items()}
                 with self.telling():
                     num, _, is_brought = self._exchange(
-                        own, own, weight=1.0, samples=0, is_at_work=False, wish=self._terms
+                        own,
+                        own,
+                        weight=max(float(samples), NEXT_TO_NOTHING),
+                        samples=0,
+                        is_at_work=False,
+                        wish=self._terms,
                     )
                 num_at_work = max(num_at_work, num)
         except LOST as error:

@@ -62,7 +62,7 @@ def faults_of_state(state: Mapping[str, Any], chosen: "LocalOptimizer", given: o
         )
         return [text]
     faults = Faults()
-    found = faults.catch(lambda: chosen.use(given))
+    found = faults.catch(lambda: chosen.use(given, steps_here=False))
     if found is None:
         return faults
     return faults_of_kind("optimizer", found, state) or of_groups(found, state["optimizer"], of="state")
@@ -88,7 +88,7 @@ def bring_back_told(chosen: "LocalOptimizer", state: Mapping[str, Any], *, is_ne
             and its parameters' "dtypes", which older ones do not have either: they are loaded as saved.
         is_new: It was given just now, for this state.
     """
-    live, began = chosen.use(None), state.get("settings")
+    live, began = chosen.use(None, steps_here=False), state.get("settings")
     if began is not None:
         if is_new and (others := of_settings(chosen.settings, began, state["optimizer"], of="state")):
             log.warn(

@@ -858,6 +858,65 @@ def test_the_first_window_of_what_is_unfrozen_is_one_batch_of_all_members(num_wi
         assert np.abs(np.array(part) - np.array(theirs)).max() <= 1e-12
 
 
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs):
+        return (self.one + self.other) * inputs.mean()
+
+
+def in_turn(rank, overlap):
+    """Train two parts in turn within each window; give how far each has come."""
+    trained = Two()
+    ours = offbeat.AsyncGradientAccumulator(trained, 2, overlap=overlap)
+    for number in range(8):
+        trained.one.requires_grad_(number % 2 == 0)
+        trained.other.requires_grad_(number % 2 == 1)
+        ours.train_step(
+            inputs=torch.ones(1),
+            targets=torch.zeros(1),
+            optimizer=optim.SGD(lr=1.0),
+            loss_fn=lambda outputs, _: -outputs.sum(),
+        )
+    ours.flush()
+    return [p.item() for p in trained.parameters()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_frozen_again_by_the_window_s_end_is_in_its_sum(overlap):
+    assert together(in_turn, 2, overlap) == [[2.0, 2.0]] * 2
+
+
+def frozen_after_the_end(rank):
+    """Freeze a part after the data's end, in one member before `flush` and in the other after it."""
+    trained = model()
+    ours = offbeat.AsyncGradientAccumulator(trained, 1, overlap=False)
+
+    def epoch(length):
+        for window in range(length):
+            inputs, targets = micro_batch(rank, window, 0)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+
+    epoch(5 - rank)
+    if rank == 0:
+        trained[0].weight.requires_grad_(requires_grad=False)
+    ours.flush()
+    trained[0].weight.requires_grad_(requires_grad=False)
+    before = trained[0].weight.detach().clone()
+    epoch(3)
+    ours.flush()
+    return [p.detach().tolist() for p in trained.parameters()], torch.equal(before, trained[0].weight)
+
+
+def test_freezing_around_the_end_leaves_sums_of_one_size():
+    (first, is_kept), (second, also_kept) = together(frozen_after_the_end, 2)
+    assert first == second
+    assert is_kept
+    assert also_kept
+
+
 def test_the_first_window_of_what_is_unfrozen_moves_it_with_overlap_too():
     (four, _), (also_four, _) = together(unfreezing, 2, True, 4, AS_IT_IS)
     (three, _), _ = together(unfreezing, 2, True, 3, AS_IT_IS)

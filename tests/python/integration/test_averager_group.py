@@ -978,14 +978,14 @@ def parts():
     return made
 
 
-def unfrozen_late(rank, method, overlap):
-    """Train a part only after the last round before the end."""
+def unfrozen_late(rank, method, overlap, since):
+    """Train a part only after the last round before the end; or never."""
     trained = parts()
     trained.body.requires_grad_(requires_grad=False)
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=10, method=method, overlap=overlap)
-    walk(ours, 26, 1 + 2 * rank, samples=4 + 8 * rank, switches={"body": (22, True)})
+    walk(ours, 26, 1 + 2 * rank, samples=4 + 8 * rank, switches={"body": (since, True)})
     ours.flush()
-    return trained.body.item()
+    return trained.body.item(), trained.head.item()
 
 
 @pytest.mark.parametrize("overlap", [False, True, 2])
@@ -993,9 +993,76 @@ def unfrozen_late(rank, method, overlap):
     "method", ["average", "diloco", "slowmo", "bmuf", averaging.DiLoCo(fragments=2)], ids=str
 )
 def test_what_was_unfrozen_after_the_last_round_is_the_mean_by_samples(method, overlap):
+    """And nothing else is moved by it, as by a momentum."""
     ways, samples = (4.0, 12.0), (4, 12)
     expected = sum(way * num for way, num in zip(ways, samples, strict=True)) / sum(samples)
-    assert together(unfrozen_late, 2, method, overlap) == pytest.approx([expected] * 2, rel=1e-12)
+    found = together(unfrozen_late, 2, method, overlap, 22)
+    (_, head), _ = together(unfrozen_late, 2, method, overlap, None)
+    if overlap is not True:  # in which rounds end when they do
+        assert found[0][1] == pytest.approx(head, rel=1e-12)
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(expected, rel=1e-12)
+
+
+def ended_before(rank, since):
+    """End earlier in one member; a part is trained for the first time just before that."""
+    trained = parts()
+    trained.body.requires_grad_(requires_grad=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, overlap=False)
+    walk(ours, 10 + 5 * rank, 1.0, samples=4, switches={"body": (since, True)})
+    ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+def test_one_that_has_ended_pulls_nothing_back_where_a_part_is_unfrozen():
+    found = together(ended_before, 2, 8)
+    assert found == [(7.0, 15.0)] * 2
+    assert together(ended_before, 2, None) == [(0.0, 15.0)] * 2
+
+
+def trained_in_turn(rank, optimizer):
+    """Train two parts in turn, of which one is frozen whenever a step is counted."""
+    trained = parts()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=False)
+    live = {name: optimizer([p], lr=1.0 + 2 * rank) for name, p in trained.named_parameters()}
+    seen = []
+    for _ in range(18):
+        for name, other in (("body", "head"), ("head", "body")):
+            trained.get_parameter(name).requires_grad_()
+            trained.get_parameter(other).requires_grad_(requires_grad=False)
+            live[name].zero_grad()
+            (-trained.get_parameter(name)).sum().backward()
+            live[name].step()
+        ours.step(4)
+        seen.append(trained.body.item())
+    ours.flush()
+    return seen, trained.body.item(), trained.head.item()
+
+
+def test_of_two_parts_that_are_trained_in_turn_both_are_averaged_in_each_round():
+    (seen, *last), (also_seen, *also_last) = together(trained_in_turn, 2, torch.optim.SGD)
+    assert last == also_last == [36.0, 36.0]
+    apart = [one != other for one, other in zip(seen, also_seen, strict=True)]
+    assert [number + 1 for number, is_apart in enumerate(apart) if not is_apart] == [4, 8, 12, 16]
+
+
+def trained_between(rank):
+    """Move a part, which nothing has a gradient of, between two rounds alone."""
+    trained = parts()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=10, overlap=False)
+    trained.body.requires_grad_(requires_grad=False)
+    for iteration in range(26):
+        with torch.no_grad():
+            trained.head.add_(1.0)
+            if 11 <= iteration < 18:
+                trained.body.add_(1 + 2 * rank)
+        ours.step(4)
+    ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+def test_what_was_in_no_round_ends_as_the_mean():
+    assert together(trained_between, 2) == [(14.0, 26.0)] * 2
 
 
 def frozen_late(rank, method, overlap):
@@ -1080,8 +1147,12 @@ def closures(rank):
 
         live.step(closure)
         ours.step(len(targets), optimizer=live)
-    state = ours.state_dict()
     ours.flush()
+    state, values = ours.state_dict(), copy.deepcopy(trained.state_dict())
+    ours.close()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=2, overlap=False)
+    trained.load_state_dict(values)
+    ours.load_state_dict(state, optimizer=live)
     inputs, targets = batch(rank, 9)
     try:
         ours.train_step(inputs=inputs, targets=targets, loss_fn=LOSS)

@@ -9,9 +9,9 @@ from torch import nn
 import offbeat
 from offbeat import optim
 from offbeat.accumulator.kept_buffers import KeptBuffers, is_kept, is_ruined
-from offbeat.accumulator.mean_buffers import left_out, shares, words_of
 from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.local.buffers import FEW, few
+from offbeat.local.mean_alike import left_out, shares, words_of
 
 LOSS = nn.CrossEntropyLoss()
 SPEC = optim.SGD(lr=0.1)
