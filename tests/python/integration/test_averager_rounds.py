@@ -650,11 +650,11 @@ def test_one_that_comes_as_the_others_are_through_ends_with_them_all_the_same(se
     member.train()
     alike = member.averager._turns.members.make_alike
 
-    def comes_before(tensors):
+    def comes_before(tensors, **how):
         if not late:
             late.append(Member(server))
             late.append(late[0].behind())
-        return alike(tensors)
+        return alike(tensors, **how)
 
     monkeypatch.setattr(member.averager._turns.members, "make_alike", comes_before)
     with ThreadPoolExecutor() as pool:
