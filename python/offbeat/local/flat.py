@@ -28,6 +28,8 @@ Flat = dict[torch.dtype, torch.Tensor]
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Give the dtype in which values of a dtype are added up: float32 at least."""
+    if dtype.is_floating_point and dtype.itemsize == 1:  # of float8 torch promotes nothing
+        return torch.float32
     return torch.promote_types(dtype, torch.float32)
 
 

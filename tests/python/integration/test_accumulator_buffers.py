@@ -174,7 +174,7 @@ def test_buffers_that_have_no_mean_are_the_first_members_in_all(kind, writes):
     assert first == second == listed(held(kind, values[0]))
 
 
-@pytest.mark.parametrize("kind", ["complex64", "float16", "float64"])
+@pytest.mark.parametrize("kind", ["complex64", "float16", "float64", "float8_e4m3fn"])
 def test_buffers_that_have_a_mean_get_it(kind):
     first, second = together(ended, 2, kind, (4, 1), True)
     assert first == second == [[2.5, 2.5], [2.5, 2.5]]
