@@ -115,6 +115,7 @@ class _UnderWay:
     samples_before: int
     iterations_before: int
     was_apart: bool
+    versions: list[int]
 
 
 class Rounds:
@@ -160,7 +161,7 @@ class Rounds:
         self._room = Room(3)  # for what this member was, what it sends, and a server's mean
         self._rate = 0.0
         self._versions = self._versions_now()
-        self._plan = self._wanted()
+        self._plan = _Plan(method, [p.requires_grad for p in self._parameters])
         self._samples: list[int] = [0]
         self._iterations = 0
         self._drifts: list[float | None] = []
@@ -268,6 +269,7 @@ class Rounds:
             self._samples[fragment],
             self._iterations,
             self._are_apart[fragment],
+            self._versions_now(),
         )
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*own.values(), said.statistics))
@@ -295,7 +297,7 @@ class Rounds:
         assert round_ is not None  # noqa: S101  one has begun
         with _told_of(self.number):
             heard = self._members.finish()
-        self._under_way = None
+        self._under_way, before = None, self._versions_now()
         if not heard.is_same or (heard.met is not None and not heard.met.is_same):
             raise StateError(DIFFERENT)
         if not heard.is_brought:
@@ -314,7 +316,9 @@ class Rounds:
             self._gained = {place: num for place, num in self._gained.items() if place not in met}
             if not round_.is_pairwise and not self.method.has_centre:
                 self._left.difference_update(met)
-        self._versions = self._versions_now()
+        # What was written meanwhile is training, and what was here is none.
+        written = zip(round_.versions, before, self._versions_now(), strict=True)
+        self._versions = [begun + now - then for begun, then, now in written]
         if heard.are_agreed:
             self._follow(wanted.plan, round_)
         return outcome
@@ -469,14 +473,16 @@ class Rounds:
     def _wanted(self) -> _Plan:
         """Tell what this member wants: to average what is trained.
 
-        That is also what was since the newest round and is frozen just now, as one of two networks that are
-        trained in turn: it has a gradient still, and was written to. What was loaded has none.
+        That is also what is frozen just now, has a gradient still, and is averaged already or was written to
+        since the newest round: one of two networks that are trained in turn. What was loaded has no gradient.
         """
-        every = zip(self._parameters, self._versions, strict=True)
-        return _Plan(
-            self.wanted_method,
-            [p.requires_grad or (p.grad is not None and _version(p) != before) for p, before in every],
-        )
+        are_trained = [
+            p.requires_grad or (p.grad is not None and (is_averaged or _version(p) != before))
+            for p, before, is_averaged in zip(
+                self._parameters, self._versions, self._plan.are_trained, strict=True
+            )
+        ]
+        return _Plan(self.wanted_method, are_trained)
 
     def _versions_now(self) -> list[int]:
         """Give torch's counts of what was written to each parameter."""

@@ -1020,30 +1020,54 @@ def test_one_that_has_ended_pulls_nothing_back_where_a_part_is_unfrozen():
     assert together(ended_before, 2, None) == [(0.0, 15.0)] * 2
 
 
-def trained_in_turn(rank, optimizer):
-    """Train two parts in turn, of which one is frozen whenever a step is counted."""
+def trained_in_turn(rank, overlap, method, times):
+    """Train two parts in turn: one is frozen whenever a step is counted, and trained now and then."""
     trained = parts()
-    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=False)
-    live = {name: optimizer([p], lr=1.0 + 2 * rank) for name, p in trained.named_parameters()}
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=overlap, method=method)
+    live = {name: torch.optim.SGD([p], lr=1.0 + 2 * rank) for name, p in trained.named_parameters()}
     seen = []
-    for _ in range(18):
+    for iteration in range(20):
         for name, other in (("body", "head"), ("head", "body")):
             trained.get_parameter(name).requires_grad_()
             trained.get_parameter(other).requires_grad_(requires_grad=False)
+            if name == "body" and iteration % times:
+                continue
             live[name].zero_grad()
             (-trained.get_parameter(name)).sum().backward()
             live[name].step()
-        ours.step(4)
+        ours.step(4 + 8 * rank)
         seen.append(trained.body.item())
     ours.flush()
     return seen, trained.body.item(), trained.head.item()
 
 
-def test_of_two_parts_that_are_trained_in_turn_both_are_averaged_in_each_round():
-    (seen, *last), (also_seen, *also_last) = together(trained_in_turn, 2, torch.optim.SGD)
-    assert last == also_last == [36.0, 36.0]
-    apart = [one != other for one, other in zip(seen, also_seen, strict=True)]
-    assert [number + 1 for number, is_apart in enumerate(apart) if not is_apart] == [4, 8, 12, 16]
+@pytest.mark.parametrize("times", [1, 4, 5])
+@pytest.mark.parametrize("overlap", [False, 1])
+def test_of_two_parts_that_are_trained_in_turn_both_are_averaged_in_each_round(overlap, times):
+    """Also of one that is trained only while a round is under way, or not once between two of them."""
+    (seen, *last), (also_seen, *also_last) = together(trained_in_turn, 2, overlap, "average", times)
+    mean = (1 * 4 + 3 * 12) / 16
+    assert last == also_last == pytest.approx([mean * (20 // times), mean * 20], rel=1e-12)
+    if not overlap:
+        alike = [n + 1 for n, (one, other) in enumerate(zip(seen, also_seen, strict=True)) if one == other]
+        assert set(range(4, 20, 4)) <= set(alike)
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_part_that_is_trained_now_and_then_keeps_its_momentum_over_rounds(times):
+    """As it would if it were never frozen."""
+    outer = averaging.DiLoCo(lr=0.7, momentum=0.9)
+    (_, body, head), _ = together(trained_in_turn, 2, False, outer, times)
+    mean, reference, velocity = (1 * 4 + 3 * 12) / 16, 0.0, 0.0
+    trained = 0
+    for end in (4, 8, 12, 16, 20):
+        num = sum(1 for iteration in range(end) if iteration % times == 0)
+        way, trained = mean * (num - trained), num
+        velocity = 0.9 * velocity + way
+        reference += 0.7 * (way + 0.9 * velocity)
+    assert body == pytest.approx(reference, rel=1e-12)
+    if times == 1:
+        assert head == body
 
 
 def trained_between(rank):
