@@ -215,6 +215,17 @@ class Members(Protocol):
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
 
+    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
+        """Give tensors the mean of all members', between two rounds, in place; each has to call this.
+
+        Args:
+            tensors: Of this member.
+            samples: That they count.
+
+        Returns:
+            False: members do not meet between rounds, and nothing was done.
+        """
+
     def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
         """Give all members the same values, in place; where the server is `away`, nobody anything.
 
@@ -301,6 +312,11 @@ class Alone:
     def is_alike(self, value: object) -> bool:
         """It is."""
         del value
+        return True
+
+    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
+        """They are."""
+        del tensors, samples
         return True
 
     def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
@@ -469,6 +485,21 @@ class Group:
         """
         with self._sums.together() as group:
             return is_alike(group, value, self._device)
+
+    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
+        """Do so, where all have ended the same round.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        with self._sums.together() as group:
+            give_mean(
+                group,
+                dict(zip(map(str, range(len(tensors))), tensors, strict=True)),
+                MUCH * samples + 1,
+                self._device,
+            )
+        return True
 
     def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
         """Give the mean of what is apart, and broadcast the rest.

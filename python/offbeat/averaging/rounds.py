@@ -316,11 +316,11 @@ class Rounds:
             self._gained = {place: num for place, num in self._gained.items() if place not in met}
             if not round_.is_pairwise and not self.method.has_centre:
                 self._left.difference_update(met)
+        if heard.are_agreed:
+            self._follow(wanted.plan, round_)
         # What was written meanwhile is training, and what was here is none.
         written = zip(round_.versions, before, self._versions_now(), strict=True)
         self._versions = [begun + now - then for begun, then, now in written]
-        if heard.are_agreed:
-            self._follow(wanted.plan, round_)
         return outcome
 
     def end_alike(self) -> int:
@@ -491,8 +491,9 @@ class Rounds:
     def _follow(self, plan: _Plan, round_: _UnderWay) -> None:
         """Do from the next round on what all members want by now.
 
-        What is trained from here on was in no round yet: where none comes that has anything to bring, the end
-        has. And what is trained no more is averaged on until all have met with it.
+        What is trained from here on was in no round yet: members that are a group give it their mean at once,
+        by the samples of this round. At a server it is in the next, or else the end has it. And what is
+        trained no more is averaged on until all have met with it.
 
         Args:
             plan: What they want.
@@ -501,14 +502,15 @@ class Rounds:
         has_other_method, had_centre = plan.method != self.method, self.method.has_centre
         before = self._plan.are_trained
         for number, fragment in enumerate(self._fragments):
-            is_this = number == round_.fragment
-            if not is_this or self._are_apart[number] or had_centre:
+            if number != round_.fragment or self._are_apart[number] or had_centre:
                 self._left.update(p for p in fragment if before[p] and not plan.are_trained[p])
-            gained = [p for p in fragment if plan.are_trained[p] and not before[p]]
-            num = self._samples[number] - round_.samples_before if is_this else 0
+        gained = [p for p in range(len(before)) if plan.are_trained[p] and not before[p]]
+        this = round_.fragment
+        num = self._samples[this] - round_.samples_before
+        if gained and not self._members.bring_together([self._parameters[p] for p in gained], num):
             self._gained |= dict.fromkeys(gained, num)
-            if is_this and gained and self._members.arrives_alone:  # no round of all brings it
-                self._samples[number] = min(self._samples[number], round_.samples_before)
+            if self._members.arrives_alone:  # no round of all brings it
+                self._samples[this] = min(self._samples[this], round_.samples_before)
         self._plan = plan
         if has_other_method:
             # Around a centre, which is forgotten, each member has kept a model of its own: as after rounds of

@@ -243,6 +243,11 @@ class Served:
         del value
         return True
 
+    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
+        """Nobody waits for anybody between two rounds."""
+        del tensors, samples
+        return False
+
     def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
         """Give all who are there the mean of what they have; each has to call this.
 

@@ -1004,20 +1004,21 @@ def test_what_was_unfrozen_after_the_last_round_is_the_mean_by_samples(method, o
     assert found[0][0] == pytest.approx(expected, rel=1e-12)
 
 
-def ended_before(rank, since):
+def ended_before(rank, since, more):
     """End earlier in one member; a part is trained for the first time just before that."""
     trained = parts()
     trained.body.requires_grad_(requires_grad=False)
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, overlap=False)
-    walk(ours, 10 + 5 * rank, 1.0, samples=4, switches={"body": (since, True)})
+    walk(ours, 10 + more * rank, 1 + 2 * rank, samples=4, switches={"body": (since, True)})
     ours.flush()
     return trained.body.item(), trained.head.item()
 
 
-def test_one_that_has_ended_pulls_nothing_back_where_a_part_is_unfrozen():
-    found = together(ended_before, 2, 8)
-    assert found == [(7.0, 15.0)] * 2
-    assert together(ended_before, 2, None) == [(0.0, 15.0)] * 2
+@pytest.mark.parametrize("more", [0, 4, 5, 7])
+def test_one_that_has_ended_pulls_nothing_back_and_loses_nothing_where_a_part_is_unfrozen(more):
+    """Both have come 2 and 6 by the round in which they end alike, and one goes on alone from there."""
+    assert together(ended_before, 2, 8, more) == [(4.0 + 3 * more, 20.0 + 3 * more)] * 2
+    assert together(ended_before, 2, None, more) == [(0.0, 20.0 + 3 * more)] * 2
 
 
 def trained_in_turn(rank, overlap, method, times):
