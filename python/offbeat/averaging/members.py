@@ -492,13 +492,14 @@ class Group:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        with self._sums.together() as group:
-            give_mean(
-                group,
-                dict(zip(map(str, range(len(tensors))), tensors, strict=True)),
-                MUCH * samples + 1,
-                self._device,
-            )
+        named = dict(zip(map(str, range(len(tensors))), tensors, strict=True))
+        try:
+            with self._sums.together() as group:
+                give_mean(group, named, MUCH * samples + 1, self._device)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # as Ctrl-C: the others are still in it
+                self._sums.break_off(error)
+            raise
         return True
 
     def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:

@@ -169,6 +169,12 @@ class Sums:
         except RuntimeError as error:
             self._lose(error)
 
+    def break_off(self, error: BaseException) -> None:
+        """Note that this member has left what is done `together`, in which the others wait, for good."""
+        self._lost = (
+            f"the sums of {self._of} were broken off here ({type(error).__name__}), and others wait in them"
+        )
+
     def wait(self, works: Sequence[distributed.Work]) -> None:
         """Wait for what was started; may be called again, and on another thread.
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch import distributed, nn
 
 import offbeat
 from offbeat import averaging, optim
+from offbeat.averaging import members
 from offbeat.errors import (
     ClosedError,
     ConfigError,
@@ -1191,3 +1193,25 @@ def test_an_optimizer_with_a_closure_is_averaged_behind_and_refused_where_it_wou
     assert all(map(np.array_equal, one, other))
     assert kept == 1
     assert told.startswith("LBFGS.step() needs a closure")
+
+
+def interrupted_between_rounds(rank):
+    """Be interrupted where what is unfrozen is brought together; say what comes of it."""
+    trained = parts()
+    trained.body.requires_grad_(requires_grad=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, overlap=False)
+    told = []
+    with mock.patch.object(members, "give_mean", side_effect=KeyboardInterrupt):
+        for _ in range(2):
+            try:
+                walk(ours, 5, 1.0 + rank, samples=4, switches={"body": (2, True)})
+            except (KeyboardInterrupt, ConnectionLostError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+    ours.close()
+    return told
+
+
+def test_who_breaks_off_what_is_brought_together_is_told_so_afterwards():
+    for first, then in together(interrupted_between_rounds, 2):
+        assert first.startswith("KeyboardInterrupt")
+        assert "were broken off here (KeyboardInterrupt), and others wait in them" in then
