@@ -1,4 +1,4 @@
-"""The mean of members' buffers, by the samples that each has seen; what is not finite has no part in it."""
+"""The mean of what differs in members, by the samples of each; what is not finite has no part in it."""
 
 import hashlib
 import io

@@ -295,9 +295,7 @@ class _Replayed:
             self.bring_back(state, restore)
             return self.begin(place.epoch)
         began = state["began"]
-        self._source.epoch(
-            place.epoch
-        )  # as this is told, and again as the pass begins, generators may be made
+        self._source.epoch(place.epoch)  # a `set_epoch` may make generators; it is told again in `begin`
         _begin_with_workers(self._loader, had=began["has_workers"])
         self._generators.set(began["generators"])
         rng.restore(began["global"], self._device)
