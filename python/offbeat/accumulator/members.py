@@ -25,10 +25,10 @@ from offbeat.local.group import (
     is_other,
     listed,
 )
-from offbeat.local.mean_alike import make_alike, words_of
+from offbeat.local.mean_alike import make_alike
 from offbeat.local.sums import Sums
 
-__all__ = ["Alone", "Group", "Members", "Total"]
+__all__ = ["Alone", "Group", "Members", "Total", "words_of_left_out"]
 
 T = TypeVar("T")
 
@@ -352,9 +352,9 @@ class Group:
             ConnectionLostError: If a member is lost.
         """
         with self._sums.together() as group:
-            out = make_alike(group, buffers, samples, self._device)
+            out = make_alike(group, buffers, dict.fromkeys(buffers, samples), self._device)
         if out:
-            log.warn(words_of(out))
+            log.warn(words_of_left_out(out))
 
     def close(self) -> None:
         """Destroy the group of one's own."""
@@ -409,6 +409,18 @@ def _remedy(name: str) -> str:
 
 def _where(named: Sequence[tuple[str, nn.Parameter]], are_meant: Sequence[bool]) -> list[nn.Parameter]:
     return [parameter for (_, parameter), is_meant in zip(named, are_meant, strict=True) if is_meant]
+
+
+def words_of_left_out(out: Mapping[str, Sequence[int]]) -> str:
+    """Say which buffers of which members were left out of their mean."""
+    ranks = sorted({rank for its in out.values() for rank in its})
+    whose = f"member {ranks[0]}" if len(ranks) == 1 else f"members {', '.join(map(str, ranks))}"
+    more = f" and {len(out) - 1} more" if len(out) > 1 else ""
+    return (
+        f"in {whose} buffers are NaN or infinite ({next(iter(out))!r}{more}): flush() left these out of the "
+        f"mean over members, and gave the others' mean to all. Look at the data there, and at what else "
+        f"writes to these buffers"
+    )
 
 
 def _marks(value: object) -> list[float]:

@@ -1,7 +1,7 @@
 """Members that nobody waits for: each brings its way to a server, which steps, and goes on from there."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -112,9 +112,9 @@ class Arrivals(Served):
         self._enrolled_s = 0.0  # when it last became one of those who are waited for
         super().__init__(connect, parameters, statistics, terms="", num_expected=num_expected, ask=ask)
 
-    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Mapping[int, int]) -> int:
         """Give this member what the server has, which since the last of a `flush` is the same for all."""
-        del apart, samples
+        del apart
         self._tensors = dict(zip(self._tensors, tensors, strict=True))
         if self._presence.is_met:  # else what it has is old, and this member's own model is better
             self._take_over()

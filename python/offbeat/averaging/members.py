@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +15,7 @@ from offbeat import log
 from offbeat.averaging.methods import worded
 from offbeat.averaging.pairs import Later, Met, Pairs, lag, partner
 from offbeat.errors import ConnectionLostError
-from offbeat.local.flat import Flat
+from offbeat.local.flat import Flat, slices
 from offbeat.local.group import (
     begin_alike,
     carries,
@@ -31,6 +31,7 @@ from offbeat.local.sums import Sums
 
 __all__ = [
     "DIFFERENT",
+    "NEXT_TO_NOTHING",
     "Alone",
     "Group",
     "Heard",
@@ -60,8 +61,8 @@ DIFFERENT = (
 """What to say where members' settings have come to differ since they were made."""
 
 
-MUCH = 10**12
-"""What a sample counts, beside 1 that each member does, in the mean of what is apart at the end."""
+NEXT_TO_NOTHING = 1e-15
+"""Samples that a member counts which has had none: where nobody has had any, all count as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Said:
         room: As much memory, which is nobody's: for what is sent, and for the answer. That of `values` itself
             where this member has no need of them from here on.
         weight: Of these; 0 adds nothing, whatever they are.
+        weights: By the numbers of those that count otherwise, as they are in a round for the first time: the
+            same numbers in all members. At a server, and in a round of twos, no heed is paid to it.
         samples: It has had since the round before; weigh all but the parameters.
         is_at_work: It has not ended.
         metric: What the pace goes by; None where there is none.
@@ -96,6 +99,7 @@ class Said:
     values: Flat
     room: Flat
     weight: float
+    weights: Mapping[int, float]
     samples: float
     is_at_work: bool
     metric: float | None
@@ -215,24 +219,13 @@ class Members(Protocol):
     def is_alike(self, value: object) -> bool:
         """Tell in all members at once whether a value, as JSON can have it, is the same in all of them."""
 
-    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
-        """Give tensors the mean of all members', between two rounds, in place; each has to call this.
-
-        Args:
-            tensors: Of this member.
-            samples: That they count.
-
-        Returns:
-            False: members do not meet between rounds, and nothing was done.
-        """
-
-    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Mapping[int, int]) -> int:
         """Give all members the same values, in place; where the server is `away`, nobody anything.
 
         Args:
             tensors: Which are the same already, up to rounding, or by now this one's alone.
-            apart: Places of those that may differ, and get their mean.
-            samples: That this member's part in that counts; where nobody has any, all count as much.
+            apart: Places of those that may differ, and get their mean, with the samples that this member's
+                part in that counts; where nobody has any, all count as much.
 
         Returns:
             How many of them have not ended by now.
@@ -314,14 +307,9 @@ class Alone:
         del value
         return True
 
-    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Mapping[int, int]) -> int:
         """They are."""
-        del tensors, samples
-        return True
-
-    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
-        """They are."""
-        del tensors, apart, samples
+        del tensors, apart
         return 0
 
     def state(self) -> list[list[float]]:
@@ -423,8 +411,13 @@ class Group:
             return
         if self._twos is not None:
             self._twos.later.forget()  # of a round of all everything is known in it
-        self._facts = torch.tensor(_facts(said), dtype=torch.float64, device=self._device)
+        facts = [*_facts(said), *said.weights.values()]
+        self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
+        new = [part.clone() for part in _others(said, said.values)]
         self._values = {k: _times(flat, said.weight, out=said.room[k]) for k, flat in said.values.items()}
+        others = _others(said, self._values)
+        for value, weight, part in zip(new, said.weights.values(), others, strict=True):
+            _times(value, weight, out=part)
         self._statistics = _times(said.statistics, said.samples, out=torch.empty_like(said.statistics))
         self._sums.begin([self._facts, self._statistics, *self._values.values()])
 
@@ -450,10 +443,15 @@ class Group:
         self._sums.finish()
         self._said = None  # whose memory the next round is to have again
         means, self._values = self._values, {}
-        facts = self._facts.tolist()
+        told = self._facts.tolist()
+        facts, weights = told[: len(told) - len(said.weights)], told[len(told) - len(said.weights) :]
         weight, samples = facts[:2]
+        others = _others(said, means)
+        sums = [part.clone() for part in others]
         for flat in means.values():
             flat.div_(weight or 1.0)
+        for part, total, its in zip(others, sums, weights, strict=True):
+            torch.div(total, its or 1.0, out=part)
         return self._heard(facts, means, self._statistics.div_(samples or 1.0))
 
     def of_before(
@@ -486,31 +484,16 @@ class Group:
         with self._sums.together() as group:
             return is_alike(group, value, self._device)
 
-    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
-        """Do so, where all have ended the same round.
-
-        Raises:
-            ConnectionLostError: If a member is lost.
-        """
-        named = dict(zip(map(str, range(len(tensors))), tensors, strict=True))
-        try:
-            with self._sums.together() as group:
-                give_mean(group, named, MUCH * samples + 1, self._device)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # as Ctrl-C: the others are still in it
-                self._sums.break_off(error)
-            raise
-        return True
-
-    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Mapping[int, int]) -> int:
         """Give the mean of what is apart, and broadcast the rest.
 
         Raises:
             ConnectionLostError: If a member is lost.
         """
         differ = {str(place): tensors[place] for place in sorted(apart)}
+        counts = {str(place): max(samples, NEXT_TO_NOTHING) for place, samples in apart.items()}
         with self._sums.together() as group:
-            give_mean(group, differ, MUCH * samples + 1, self._device)
+            give_mean(group, differ, counts, self._device)
             begin_alike(group, (tensor for place, tensor in enumerate(tensors) if place not in apart))
         return 0
 
@@ -669,6 +652,12 @@ def terms_of(method: object, setting: object, are_trained: Sequence[bool]) -> st
     if len(text) <= MOST_TERMS:
         return text
     return f"{text[: MOST_TERMS - 64]}{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _others(said: Said, flats: Flat) -> list[torch.Tensor]:
+    """Give the parts of flat memory whose `weights` are others."""
+    parts = slices(said.parameters, flats) if said.weights else []
+    return [parts[number] for number in said.weights]
 
 
 def _times(flat: torch.Tensor, weight: float, *, out: torch.Tensor) -> torch.Tensor:

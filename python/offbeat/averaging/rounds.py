@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from offbeat import log
-from offbeat.averaging.members import DIFFERENT, Heard, Members, Said, terms_of
+from offbeat.averaging.members import DIFFERENT, NEXT_TO_NOTHING, Heard, Members, Said, terms_of
 from offbeat.averaging.memory import FragmentMemory
 from offbeat.averaging.methods import Method, shown, worded
 from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.averaging.timing import Asked
+from offbeat.averaging.trained import Trained, left_of, trained_of
 from offbeat.errors import ConfigError, ConnectionLostError, StateError
 from offbeat.local.flat import Flat, Room, add_way, pack, slices
 from offbeat.local.group import digest
@@ -152,7 +153,7 @@ class Rounds:
         """
         self.number = self.num_bytes = 0
         self.wanted_method = method
-        self._parameters = list(parameters)
+        self._trained = Trained(parameters)
         self._members = members
         self.goes_on = goes_on
         self._measures_drift = measures_drift
@@ -160,20 +161,17 @@ class Rounds:
         self._under_way: _UnderWay | None = None
         self._room = Room(3)  # for what this member was, what it sends, and a server's mean
         self._rate = 0.0
-        self._versions = self._versions_now()
-        self._plan = _Plan(method, [p.requires_grad for p in self._parameters])
+        self._method = method
         self._samples: list[int] = [0]
         self._iterations = 0
         self._drifts: list[float | None] = []
         self._are_apart = [False]
-        self._left: set[int] = set()  # places of what is not trained any more, and differs in members still
-        self._gained: dict[int, int] = {}  # of what was in no round yet: samples that led to it
         self._lay_out(is_begun=True)
 
     @property
     def method(self) -> Method:
         """What is made of the mean, at present."""
-        return self._plan.method
+        return self._method
 
     @property
     def num_fragments(self) -> int:
@@ -196,12 +194,12 @@ class Rounds:
     @property
     def is_to_change(self) -> bool:
         """Whether this member wants another plan than the one in force."""
-        return self._wanted().shown() != self._plan.shown()
+        return self._wanted().shown() != self._plan().shown()
 
     @property
     def trains_others(self) -> bool:
         """Whether this member trains other parameters (requires_grad) than those that are averaged."""
-        return self._wanted().are_trained != self._plan.are_trained
+        return self._trained.wanted() != self._trained.are_agreed
 
     def is_there(self) -> bool:
         """Tell whether the round under way can be ended without waiting."""
@@ -221,30 +219,36 @@ class Rounds:
         is_pairwise = self.method.is_pairwise and not meets_all
         partner = self._members.partner(self.number) if is_pairwise else None
         fragment = self.number % len(self._fragments)
-        trained = self._trained(fragment)
-        statistics = self._statistics.take(self._parameters[0].device)
+        trained = self._of(fragment)
+        statistics = self._statistics.take(self._device)
         self._memories[fragment].fit(trained)
         own = pack(trained, trained, room=self._room) if trained else {}
         is_finite = all(_is_finite(flat) for flat in (*own.values(), statistics.values))
         samples = float(progress.samples - self._samples[fragment]) if is_finite else 0.0
+        new: dict[int, float] = {}
         if self._are_apart[fragment] and not is_pairwise:
             samples = float(is_finite)  # what each has learnt is in all of them
+        elif not self._count_alike:
+            led_to = self._trained.new_among(trained, progress.samples).items()
+            new = {number: max(num, NEXT_TO_NOTHING) * is_finite for number, num in led_to}
         needs_own = is_pairwise or self.goes_on or self._measures_drift or self.method.has_centre
         is_apart = needs_own and not is_pairwise  # who meet in twos write to neither
-        wanted = _Wanted(self._wanted(), progress.asked)
+        plan = _Plan(self.wanted_method, self._trained.wish(max(self._samples)))
+        wanted = _Wanted(plan, progress.asked)
         said = Said(
             parameters=trained,
             values=own,
             room=self._room.empty(trained) if trained and is_apart else own,
             weight=float(is_finite) if self.method.weighs == "members" else samples,
+            weights=new,
             samples=samples,
             is_at_work=progress.is_at_work,
             metric=progress.metric,
             rate=progress.rate,
             statistics=statistics.values,
-            mark=digest([self._plan.shown(), self.number, progress.setting]),
+            mark=digest([self._plan().shown(), self.number, progress.setting]),
             want=digest([wanted.plan.shown(), progress.wish]),
-            terms=terms_of(shown(self.method), progress.setting, self._plan.are_trained),
+            terms=terms_of(shown(self.method), progress.setting, self._trained.are_agreed),
             wish=terms_of(shown(wanted.plan.method), progress.wish, wanted.plan.are_trained),
             wanted=wanted,
             is_pairwise=is_pairwise,
@@ -269,7 +273,7 @@ class Rounds:
             self._samples[fragment],
             self._iterations,
             self._are_apart[fragment],
-            self._versions_now(),
+            self._trained.versions(),
         )
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*own.values(), said.statistics))
@@ -297,7 +301,7 @@ class Rounds:
         assert round_ is not None  # noqa: S101  one has begun
         with _told_of(self.number):
             heard = self._members.finish()
-        self._under_way, before = None, self._versions_now()
+        self._under_way, before = None, self._trained.versions()
         if not heard.is_same or (heard.met is not None and not heard.met.is_same):
             raise StateError(DIFFERENT)
         if not heard.is_brought:
@@ -312,15 +316,12 @@ class Rounds:
         else:
             outcome = self._go_with_all(round_, heard, wanted, has_moved=iterations > round_.iterations)
         if heard.is_brought and heard.weight:
-            met = self._places(round_.parameters)
-            self._gained = {place: num for place, num in self._gained.items() if place not in met}
-            if not round_.is_pairwise and not self.method.has_centre:
-                self._left.difference_update(met)
+            are_alike = not round_.is_pairwise and not self.method.has_centre
+            self._trained.note_met(round_.parameters, are_alike=are_alike)
         if heard.are_agreed:
             self._follow(wanted.plan, round_)
         # What was written meanwhile is training, and what was here is none.
-        written = zip(round_.versions, before, self._versions_now(), strict=True)
-        self._versions = [begun + now - then for begun, then, now in written]
+        self._trained.note_written(since=round_.versions, until=before)
         return outcome
 
     def end_alike(self) -> int:
@@ -338,28 +339,26 @@ class Rounds:
         try:
             with torch.no_grad():
                 for number, memory in enumerate(self._memories if self.method.has_centre else ()):
-                    trained = self._trained(number)
+                    trained = self._of(number)
                     memory.fit(trained)
                     for parameter, part in zip(trained, memory.parts("reference"), strict=True):
                         own.append((parameter, parameter.detach().clone()))
                         parameter.copy_(part)
-            are_trained = enumerate(self._plan.are_trained)
+            apart = self._trained.apart(max(self._samples))
             num_at_work = self._members.make_alike(
-                [*self._parameters, *self._statistics.buffers()],
-                apart={place for place, is_one in are_trained if not is_one or place in self._gained},
-                samples=max(self._gained.values(), default=0),
+                [*self._trained.parameters, *self._statistics.buffers()],
+                apart=dict.fromkeys(apart, 0) if self._count_alike else apart,
             )
             are_alike = self._members.away is None
             if are_alike:
-                self._left.clear()
-                self._gained.clear()
+                self._trained.note_alike()
             return num_at_work
         finally:
             if not are_alike:
                 with torch.no_grad():
                     for parameter, value in own:
                         parameter.copy_(value)
-            self._versions = self._versions_now()
+            self._trained.note_written()
 
     def state_dict(self) -> dict[str, Any]:
         """Give what is kept from round to round, as if the one under way had not begun; it goes on."""
@@ -373,14 +372,12 @@ class Rounds:
             "samples": samples,
             "iterations": self._iterations if round_ is None else round_.iterations_before,
             "method": shown(self.method),
-            "are_trained": list(self._plan.are_trained),
             "drifts": list(self._drifts),
             "memories": [memory.state_dict() for memory in self._memories],
-            "kept_of": [self._places(memory.parameters) for memory in self._memories],
+            "kept_of": [self._trained.places(memory.parameters) for memory in self._memories],
             "are_apart": are_apart,
-            "left": sorted(self._left),
-            "gained": [list(pair) for pair in self._gained.items()],
             "heard": self._members.state(),
+            **self._trained.state_dict(),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -395,11 +392,11 @@ class Rounds:
                 f"the state is of method {worded(theirs)}, and here it is {worded(own)}: make the averager "
                 f"with that one, load, and change the method then"
             )
-        num, num_here = len(state["are_trained"]), len(self._parameters)
+        num, num_here = len(state["are_trained"]), len(self._trained.parameters)
         if num != num_here:
             raise ConfigError(f"the state is of a model of {num} parameters, and here are {num_here}")
         for places, kept in zip(self._kept_of(state), state["memories"], strict=True):
-            FragmentMemory.check(self.method, [self._parameters[place] for place in places], kept)
+            FragmentMemory.check(self.method, [self._trained.parameters[place] for place in places], kept)
 
     def drop(self) -> None:
         """Take no notice of what comes of the round under way."""
@@ -422,10 +419,9 @@ class Rounds:
         Raises:
             StateError: If they are not.
         """
-        plan = _Plan(self.method, [bool(is_one) for is_one in state["are_trained"]])
+        plan = _Plan(self.method, trained_of(state))
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
-        left = sorted(int(place) for place in state.get("left", ()))  # which older states do not have
-        numbers = [int(state["number"]), len(state["heard"]), *left]
+        numbers = [int(state["number"]), len(state["heard"]), *left_of(state)]
         if not self._members.is_alike([plan.shown(), *numbers, are_apart, setting]):
             if strict:
                 raise StateError(
@@ -442,15 +438,14 @@ class Rounds:
             self._take_counts(state)
             self._lay_out(is_begun=False)
             return False
-        self._plan = plan
+        self._trained.load_state_dict(state)
         self.number, self._rate = int(state["number"]), float(state["rate"])
-        self._are_apart, self._left = are_apart, set(left)
-        self._gained = {int(place): int(num) for place, num in state.get("gained", ())}
+        self._are_apart = are_apart
         self._members.resume(state["heard"])
         self._take_counts(state)
         self._drifts = list(state["drifts"])
         for memory, places, kept in zip(self._memories, self._kept_of(state), state["memories"], strict=True):
-            memory.fit([self._parameters[place] for place in places])
+            memory.fit([self._trained.parameters[place] for place in places])
             memory.load_state_dict(kept)
         return True
 
@@ -470,48 +465,49 @@ class Rounds:
         self._samples = [int(samples) for samples in state["samples"]]
         self._iterations = int(state.get("iterations", 0))  # which older states do not have
 
+    @property
+    def _device(self) -> torch.device:
+        return self._trained.parameters[0].device
+
+    def _plan(self) -> _Plan:
+        """Give what is in force."""
+        return _Plan(self._method, list(self._trained.are_agreed))
+
     def _wanted(self) -> _Plan:
-        """Tell what this member wants: to average what is trained.
+        """Give what this member wants."""
+        return _Plan(self.wanted_method, self._trained.wanted())
 
-        That is also what is frozen just now, has a gradient still, and is averaged already or was written to
-        since the newest round: one of two networks that are trained in turn. What was loaded has no gradient.
-        """
-        are_trained = [
-            p.requires_grad or (p.grad is not None and (is_averaged or _version(p) != before))
-            for p, before, is_averaged in zip(
-                self._parameters, self._versions, self._plan.are_trained, strict=True
-            )
-        ]
-        return _Plan(self.wanted_method, are_trained)
+    @property
+    def _count_alike(self) -> bool:
+        """Whether members count the same, whatever their samples."""
+        return self._method.is_pairwise or self._method.weighs == "members"
 
-    def _versions_now(self) -> list[int]:
-        """Give torch's counts of what was written to each parameter."""
-        return [_version(p) for p in self._parameters]
+    def _of(self, fragment: int) -> list[nn.Parameter]:
+        """Give what a fragment's rounds average."""
+        return self._trained.of(self._fragments[fragment])
 
     def _follow(self, plan: _Plan, round_: _UnderWay) -> None:
         """Do from the next round on what all members want by now.
 
-        What is trained from here on was in no round yet: members that are a group give it their mean at once,
-        by the samples of this round. At a server it is in the next, or else the end has it. And what is
+        What is trained from here on was in no round yet: the next one has it, or else the end. And what is
         trained no more is averaged on until all have met with it.
 
         Args:
             plan: What they want.
             round_: In which they have told it.
         """
-        has_other_method, had_centre = plan.method != self.method, self.method.has_centre
-        before = self._plan.are_trained
-        for number, fragment in enumerate(self._fragments):
-            if number != round_.fragment or self._are_apart[number] or had_centre:
-                self._left.update(p for p in fragment if before[p] and not plan.are_trained[p])
-        gained = [p for p in range(len(before)) if plan.are_trained[p] and not before[p]]
+        has_other_method, had_centre = plan.method != self._method, self._method.has_centre
         this = round_.fragment
-        num = self._samples[this] - round_.samples_before
-        if gained and not self._members.bring_together([self._parameters[p] for p in gained], num):
-            self._gained |= dict.fromkeys(gained, num)
-            if self._members.arrives_alone:  # no round of all brings it
-                self._samples[this] = min(self._samples[this], round_.samples_before)
-        self._plan = plan
+        differ = {
+            place
+            for number, fragment in enumerate(self._fragments)
+            if number != this or self._are_apart[number] or had_centre
+            for place in fragment
+        }
+        self._method = plan.method
+        has_gained = self._trained.follow(plan.are_trained, differ=differ, samples=max(self._samples))
+        if has_gained and self._members.arrives_alone:  # no round of all brings it
+            self._samples[this] = min(self._samples[this], round_.samples_before)
         if has_other_method:
             # Around a centre, which is forgotten, each member has kept a model of its own: as after rounds of
             # twos, all of them count in the next, whatever samples have come since.
@@ -519,19 +515,15 @@ class Rounds:
             self._lay_out(is_begun=False)
 
     def _lay_out(self, *, is_begun: bool) -> None:
-        num = self.method.num_fragments
-        self._fragments = _split(range(len(self._parameters)), [p.numel() for p in self._parameters], num)
+        num, every = self.method.num_fragments, self._trained.parameters
+        self._fragments = _split(range(len(every)), [p.numel() for p in every], num)
         self._memories = [
-            FragmentMemory(self.method, self._trained(number), is_begun=is_begun) for number in range(num)
+            FragmentMemory(self.method, self._of(number), is_begun=is_begun) for number in range(num)
         ]
         # Fragments of another cut count from where the first of the old ones was averaged last.
         self._samples = [min(self._samples)] * num
         self._are_apart = [self.are_apart] * num
         self._drifts = [None] * num
-
-    def _places(self, parameters: Sequence[nn.Parameter]) -> list[int]:
-        place_of = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        return [place_of[id(parameter)] for parameter in parameters]
 
     def _kept_of(self, state: Mapping[str, Any]) -> list[list[int]]:
         """Tell for which parameters each fragment's memory is in a state.
@@ -540,12 +532,6 @@ class Rounds:
         """
         trained = [[p for p in fragment if state["are_trained"][p]] for fragment in self._fragments]
         return [list(places) for places in state.get("kept_of", trained)]
-
-    def _trained(self, fragment: int) -> list[nn.Parameter]:
-        """Give what its rounds average: what is trained, or was, and all are still to meet with."""
-        are_trained, left = self._plan.are_trained, self._left
-        places = (place for place in self._fragments[fragment] if are_trained[place] or place in left)
-        return [self._parameters[place] for place in places]
 
     def _drift(self, round_: _UnderWay, means: Flat) -> float | None:
         """Measure how far this member was from the mean, with what was last found of the other fragments."""
@@ -593,7 +579,7 @@ class Rounds:
         """
         trained = round_.parameters
         values = pack(trained, trained, room=self._room) if trained else {}
-        statistics = self._statistics.take(self._parameters[0].device).values
+        statistics = self._statistics.take(self._device).values
         found = self._members.of_before(heard, values, statistics, is_finite=round_.is_finite)
         if found is not None and not round_.is_finite:
             theirs, statistics = found
@@ -683,11 +669,6 @@ def _told_of(number: int) -> Iterator[None]:
             f"averaging cannot go on in round {number}: {error}. With communication_backend='tcp' the others "
             f"go on where one dies"
         ) from None
-
-
-def _version(parameter: nn.Parameter) -> int:
-    """Give torch's count of what was written to a parameter, by whomever."""
-    return parameter._version  # noqa: SLF001  torch has no other way
 
 
 def _split(places: Sequence[int], sizes: Sequence[int], num: int) -> list[list[int]]:

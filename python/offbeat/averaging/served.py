@@ -1,6 +1,6 @@
 """Members that meet at an Offbeat server: they come, go and die without stopping the others."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ from offbeat import log, process
 from offbeat.averaging import waiting
 from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
-from offbeat.averaging.members import Heard, Said, differing_terms, worded_terms
+from offbeat.averaging.members import NEXT_TO_NOTHING, Heard, Said, differing_terms, worded_terms
 from offbeat.averaging.presence import LOST, Connect, Presence
 from offbeat.averaging.unbearable import for_a_mean
 from offbeat.averaging.waiting import at_the_server, for_the_others, for_those_before, telling
@@ -57,9 +57,6 @@ EXACT = frozenset(
 
 NOWHERE = -1, -1
 """Round and version of whom has been in none."""
-
-NEXT_TO_NOTHING = 1e-9
-"""Samples that a member counts which has none."""
 
 REREAD = ("server_rolled_back", "slept")
 """Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
@@ -243,18 +240,13 @@ class Served:
         del value
         return True
 
-    def bring_together(self, tensors: Sequence[torch.Tensor], samples: int) -> bool:
-        """Nobody waits for anybody between two rounds."""
-        del tensors, samples
-        return False
-
-    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Collection[int], samples: int) -> int:
+    def make_alike(self, tensors: Sequence[torch.Tensor], *, apart: Mapping[int, int]) -> int:
         """Give all who are there the mean of what they have; each has to call this.
 
         Args:
             tensors: What they have.
-            apart: Whatever differs.
-            samples: That this one's counts; where nobody has any, all count as much.
+            apart: What may differ; the most samples among it are what this one's counts; where nobody has
+                any, all count as much.
 
         Returns:
             How many of them are at work: one that has come since the round in which all had ended.
@@ -262,7 +254,6 @@ class Served:
         Raises:
             ClosedError: If this is closed.
         """
-        del apart
         self._check_open()
         self._tensors = dict(zip(self._tensors, tensors, strict=True))  # moved, it has new buffers
         self._end_given_up()
@@ -276,7 +267,7 @@ class Served:
                     num, _, is_brought = self._exchange(
                         own,
                         own,
-                        weight=max(float(samples), NEXT_TO_NOTHING),
+                        weight=max(*apart.values(), NEXT_TO_NOTHING),
                         samples=0,
                         is_at_work=False,
                         wish=self._terms,

@@ -10,38 +10,38 @@ from torch import distributed
 from offbeat.local.flat import wide
 from offbeat.local.group import is_alike, is_plain, take_first
 
-__all__ = ["left_out", "make_alike", "shares", "words_of"]
+__all__ = ["left_out", "make_alike", "shares"]
 
 
 def make_alike(
     group: distributed.ProcessGroup,
-    buffers: Mapping[str, torch.Tensor],
-    samples: int,
+    tensors: Mapping[str, torch.Tensor],
+    samples: Mapping[str, float],
     device: torch.device,
 ) -> dict[str, list[int]]:
-    """Give buffers that differ their mean over members, by samples; or else the first one's.
+    """Give tensors that differ their mean over members, by samples; or else the first one's.
 
     Those that have no mean are of whole numbers or truth values, sparse, quantized or nested.
 
     Args:
         group: Of the members, all of which call this.
-        buffers: By name, the same in all members.
-        samples: That those of this member have seen.
+        tensors: By name, the same in all members.
+        samples: That each of this member has seen, by name.
         device: Of the tensors that the group carries.
 
     Returns:
-        By the names of buffers: the members whose part was not finite, and was left out; in all members.
+        By the names of tensors: the members whose part was not finite, and was left out; in all members.
     """
     out: dict[str, list[int]] = {}
     with torch.no_grad():
-        for name, buffer in buffers.items():
-            if is_alike(group, _bits(buffer), device):
+        for name, tensor in tensors.items():
+            if is_alike(group, _bits(tensor), device):
                 continue  # as a mask or a table is: a mean would round it
-            if not (is_plain(buffer) and (buffer.is_floating_point() or buffer.is_complex())):
-                take_first(group, buffer)
+            if not (is_plain(tensor) and (tensor.is_floating_point() or tensor.is_complex())):
+                take_first(group, tensor)
                 continue
-            value = buffer.to(wide(buffer.dtype)).resolve_conj().resolve_neg().contiguous()
-            everybody = _told(group, device, samples=samples, is_finite=bool(value.isfinite().all()))
+            value = tensor.to(wide(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
+            everybody = _told(group, device, samples=samples[name], is_finite=bool(value.isfinite().all()))
             if ranks := left_out(*everybody):
                 out[name] = ranks
             share = shares(*everybody)[distributed.get_rank(group)]
@@ -49,12 +49,12 @@ def make_alike(
             value = value * share if share else torch.zeros_like(value)
             # Backends do not add up complex numbers, all of them.
             distributed.all_reduce(torch.view_as_real(value) if value.is_complex() else value, group=group)
-            buffer.copy_(value)
+            tensor.copy_(value)
     return out
 
 
 def shares(samples: Sequence[float], are_finite: Sequence[bool]) -> list[float]:
-    """Give each member's share in a buffer's mean, of what each has seen, and whether its part is finite.
+    """Give each member's share in a tensor's mean, of what each has seen, and whether its part is finite.
 
     Those that are not have none, unless nobody's is. Where nobody else has seen anything, the first one's
     counts that is left.
@@ -74,20 +74,8 @@ def left_out(samples: Sequence[float], are_finite: Sequence[bool]) -> list[int]:
     return [rank for rank, is_finite in enumerate(are_finite) if samples[rank] and not is_finite]
 
 
-def words_of(out: Mapping[str, Sequence[int]]) -> str:
-    """Say which buffers of which members were left out."""
-    ranks = sorted({rank for its in out.values() for rank in its})
-    whose = f"member {ranks[0]}" if len(ranks) == 1 else f"members {', '.join(map(str, ranks))}"
-    more = f" and {len(out) - 1} more" if len(out) > 1 else ""
-    return (
-        f"in {whose} buffers are NaN or infinite ({next(iter(out))!r}{more}): flush() left these out of the "
-        f"mean over members, and gave the others' mean to all. Look at the data there, and at what else "
-        f"writes to these buffers"
-    )
-
-
 def _told(
-    group: distributed.ProcessGroup, device: torch.device, *, samples: int, is_finite: bool
+    group: distributed.ProcessGroup, device: torch.device, *, samples: float, is_finite: bool
 ) -> tuple[list[float], list[bool]]:
     """Tell all members what this one has seen, and whether its part is finite, and hear theirs."""
     facts = torch.zeros(2, distributed.get_world_size(group), dtype=torch.float64, device=device)

@@ -156,6 +156,9 @@ class Sums:
     def together(self) -> Iterator[distributed.ProcessGroup]:
         """Give the group for calls in which all members wait for one another; one that is gone is told of.
 
+        Who breaks them off, as by Ctrl-C, takes part no more: the others are in them still, and would be
+        given what comes next.
+
         Raises:
             ConnectionLostError: If a member is lost.
             ClosedError: If this is closed.
@@ -168,12 +171,11 @@ class Sums:
             raise
         except RuntimeError as error:
             self._lose(error)
-
-    def break_off(self, error: BaseException) -> None:
-        """Note that this member has left what is done `together`, in which the others wait, for good."""
-        self._lost = (
-            f"the sums of {self._of} were broken off here ({type(error).__name__}), and others wait in them"
-        )
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                name = type(error).__name__
+                self._lost = f"the sums of {self._of} were broken off here ({name}), and others wait in them"
+            raise
 
     def wait(self, works: Sequence[distributed.Work]) -> None:
         """Wait for what was started; may be called again, and on another thread.

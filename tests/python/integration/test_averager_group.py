@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import json
 import os
 import re
@@ -1018,9 +1019,115 @@ def ended_before(rank, since, more):
 
 @pytest.mark.parametrize("more", [0, 4, 5, 7])
 def test_one_that_has_ended_pulls_nothing_back_and_loses_nothing_where_a_part_is_unfrozen(more):
-    """Both have come 2 and 6 by the round in which they end alike, and one goes on alone from there."""
-    assert together(ended_before, 2, 8, more) == [(4.0 + 3 * more, 20.0 + 3 * more)] * 2
+    """Both have come 2 and 6 by the round in which they agree; the next has it by all samples since."""
+    first = min(more, 5)
+    samples = 20, 20 + 4 * first
+    body = (2 * samples[0] + (6 + 3 * first) * samples[1]) / sum(samples) + 3 * (more - first)
+    for found in together(ended_before, 2, 8, more):
+        assert found == pytest.approx((body, 20.0 + 3 * more), rel=1e-12)
     assert together(ended_before, 2, None, more) == [(0.0, 20.0 + 3 * more)] * 2
+
+
+def unfrozen_apart(rank, numbers):
+    """Unfreeze a part in one member long before the other, with three times its samples."""
+    trained = parts()
+    trained.body.requires_grad_(requires_grad=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, overlap=False)
+    switches = {"body": ((12, 2)[rank], True)}
+    walk(ours, numbers[rank], 1 + 2 * rank, samples=4 + 8 * rank, switches=switches)
+    ours.flush()
+    return trained.body.item()
+
+
+@pytest.mark.parametrize("numbers", [(20, 20), (20, 5)])
+def test_what_members_unfreeze_at_different_times_counts_by_the_samples_since_each_did(numbers):
+    """As all have by iteration 15; who is in between two rounds then counts from the one before."""
+    samples = 10 * 4, numbers[1] * 12
+    ways = 20 - 12, 3 * (numbers[1] - 2)
+    expected = sum(way * num for way, num in zip(ways, samples, strict=True)) / sum(samples)
+    assert together(unfrozen_apart, 2, numbers) == pytest.approx([expected] * 2, rel=1e-12)
+
+
+def beside_sums_of_ones_own(rank, num):
+    """Sum something up in each iteration, as a loss for the log, while a part is frozen and unfrozen."""
+    trained = parts()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=3, overlap=True)
+    for iteration in range(num):
+        trained.body.requires_grad_((iteration // 10) % 2 == 1)
+        walk(ours, 1, 1.0 + rank, samples=4, switches={})
+        distributed.all_reduce(torch.ones(1))
+    ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+def test_no_iteration_waits_for_others_where_a_part_is_unfrozen():
+    """Which see the end of a round in other iterations, and are in sums of the user's meanwhile."""
+    one, other = together(beside_sums_of_ones_own, 2, 400)
+    assert one == other == (300.0, 600.0)
+
+
+def made_anew(rank, method):
+    """Freeze a part by an optimizer without it, so that its gradient stays; one member's is None."""
+    trained = parts()
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=False, method=method)
+    seen = []
+    for iteration in range(40):
+        if iteration in (0, 8):
+            trained.body.requires_grad_(iteration < 8)
+            trained.head.requires_grad_(iteration >= 8)
+            live = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=1.0 + rank)
+        live.zero_grad()
+        (-sum(p.sum() for p in trained.parameters() if p.requires_grad)).backward()
+        live.step()
+        if rank and iteration == 7:
+            trained.body.grad = None
+        ours.step(4)
+        seen.append((trained.body.item(), trained.head.item()))
+    return seen[3::4]
+
+
+@pytest.mark.parametrize("method", ["average", averaging.DiLoCo(lr=0.7, momentum=0.9)], ids=str)
+def test_what_is_frozen_with_a_gradient_that_stays_is_out_once_it_is_written_to_no_more(method):
+    """So that no momentum moves it on, and members agree which of them have the gradient and which do not."""
+    one, other = together(made_anew, 2, method)
+    assert one[4:] == other[4:]
+    assert len({body for body, _ in one[4:]}) == 1
+    heads = [head for _, head in one[4:]]
+    assert all(head > before for before, head in itertools.pairwise(heads))
+
+
+def in_pairs(rank, numbers, samples, since):
+    """Unfreeze a part where members meet in twos, and end at different times."""
+    trained = parts()
+    trained.body.requires_grad_(requires_grad=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=2, method="gossip", overlap=False)
+    for iteration in range(numbers[rank]):
+        if iteration in since:
+            trained.body.requires_grad_(since.index(iteration) % 2 == 0)
+        walk(ours, 1, 10.0**rank, samples=samples[rank], switches={})
+    ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "samples", "since"),
+    [
+        ((12, 4), (4, 4), (2,)),
+        ((10, 10), (10, 90), (2,)),
+        ((20, 10, 20, 20), (4, 4, 4, 4), (0, 3, 9)),
+        ((20, 9, 20, 10), (4, 9, 4, 1), (0, 3, 7)),
+    ],
+)
+def test_in_pairs_all_count_the_same_where_a_part_is_unfrozen_and_who_has_ended_loses_nothing(
+    numbers, samples, since
+):
+    """The mean of equals is what each has come by, added up, by the number of members."""
+    is_trained = [sum(begin <= n for begin in since) % 2 == 1 for n in range(max(numbers))]
+    bodies = [10.0**rank * sum(is_trained[:num]) for rank, num in enumerate(numbers)]
+    heads = [10.0**rank * num for rank, num in enumerate(numbers)]
+    expected = sum(bodies) / len(numbers), sum(heads) / len(numbers)
+    for found in together(in_pairs, len(numbers), numbers, samples, since):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def trained_in_turn(rank, overlap, method, times):
@@ -1195,16 +1302,17 @@ def test_an_optimizer_with_a_closure_is_averaged_behind_and_refused_where_it_wou
     assert told.startswith("LBFGS.step() needs a closure")
 
 
-def interrupted_between_rounds(rank):
-    """Be interrupted where what is unfrozen is brought together; say what comes of it."""
+def interrupted_in_the_end(rank):
+    """Be interrupted where what differs at the end is brought together; say what comes of it."""
     trained = parts()
     trained.body.requires_grad_(requires_grad=False)
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, overlap=False)
+    walk(ours, 3, 1.0 + rank, samples=4, switches={"body": (2, True)})
     told = []
     with mock.patch.object(members, "give_mean", side_effect=KeyboardInterrupt):
         for _ in range(2):
             try:
-                walk(ours, 5, 1.0 + rank, samples=4, switches={"body": (2, True)})
+                ours.flush()
             except (KeyboardInterrupt, ConnectionLostError) as error:
                 told.append(f"{type(error).__name__}: {error}")
     ours.close()
@@ -1212,6 +1320,6 @@ def interrupted_between_rounds(rank):
 
 
 def test_who_breaks_off_what_is_brought_together_is_told_so_afterwards():
-    for first, then in together(interrupted_between_rounds, 2):
+    for first, then in together(interrupted_in_the_end, 2):
         assert first.startswith("KeyboardInterrupt")
         assert "were broken off here (KeyboardInterrupt), and others wait in them" in then

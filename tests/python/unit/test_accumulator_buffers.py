@@ -9,9 +9,10 @@ from torch import nn
 import offbeat
 from offbeat import optim
 from offbeat.accumulator.kept_buffers import KeptBuffers, is_kept, is_ruined
+from offbeat.accumulator.members import words_of_left_out
 from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.local.buffers import FEW, few
-from offbeat.local.mean_alike import left_out, shares, words_of
+from offbeat.local.mean_alike import left_out, shares
 
 LOSS = nn.CrossEntropyLoss()
 SPEC = optim.SGD(lr=0.1)
@@ -409,7 +410,9 @@ def test_what_is_not_finite_has_no_share_in_a_mean(samples, are_finite, expected
 
 
 def test_who_was_left_out_is_named():
-    assert words_of({"bn.mean": [1]}).startswith("in member 1 buffers are NaN or infinite ('bn.mean'): ")
-    assert words_of({"a": [2], "b": [1, 2], "c": [1]}).startswith(
+    assert words_of_left_out({"bn.mean": [1]}).startswith(
+        "in member 1 buffers are NaN or infinite ('bn.mean'): "
+    )
+    assert words_of_left_out({"a": [2], "b": [1, 2], "c": [1]}).startswith(
         "in members 1, 2 buffers are NaN or infinite ('a' and 2 more): "
     )
