@@ -15,7 +15,7 @@ from offbeat.averaging.methods import Method, shown, worded
 from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.averaging.timing import Asked
-from offbeat.averaging.trained import Trained, left_of, trained_of
+from offbeat.averaging.trained import Trained, Writes, left_of, trained_of
 from offbeat.errors import ConfigError, ConnectionLostError, StateError
 from offbeat.local.flat import Flat, Room, add_way, pack, slices
 from offbeat.local.group import digest
@@ -116,7 +116,7 @@ class _UnderWay:
     samples_before: int
     iterations_before: int
     was_apart: bool
-    versions: list[int]
+    writes: Writes
 
 
 class Rounds:
@@ -273,7 +273,7 @@ class Rounds:
             self._samples[fragment],
             self._iterations,
             self._are_apart[fragment],
-            self._trained.versions(),
+            self._trained.writes(),
         )
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*own.values(), said.statistics))
@@ -301,7 +301,7 @@ class Rounds:
         assert round_ is not None  # noqa: S101  one has begun
         with _told_of(self.number):
             heard = self._members.finish()
-        self._under_way, before = None, self._trained.versions()
+        self._under_way, before = None, self._trained.writes()
         if not heard.is_same or (heard.met is not None and not heard.met.is_same):
             raise StateError(DIFFERENT)
         if not heard.is_brought:
@@ -321,7 +321,7 @@ class Rounds:
         if heard.are_agreed:
             self._follow(wanted.plan, round_)
         # What was written meanwhile is training, and what was here is none.
-        self._trained.note_written(since=round_.versions, until=before)
+        self._trained.note_written(since=round_.writes, until=before)
         return outcome
 
     def end_alike(self) -> int:
@@ -351,7 +351,7 @@ class Rounds:
             )
             are_alike = self._members.away is None
             if are_alike:
-                self._trained.note_alike()
+                self._trained.note_alike(max(self._samples))
             return num_at_work
         finally:
             if not are_alike:
@@ -436,6 +436,7 @@ class Rounds:
                 f"{self.method!r} has kept begins anew with the mean of the next"
             )
             self._take_counts(state)
+            self._trained.count_from(max(self._samples))
             self._lay_out(is_begun=False)
             return False
         self._trained.load_state_dict(state)
@@ -458,6 +459,7 @@ class Rounds:
         """
         self._samples = [samples] * self.num_fragments
         self._iterations = iterations
+        self._trained.count_from(samples)
 
     # ------------------------------------------------------------------ inside
 

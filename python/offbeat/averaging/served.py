@@ -267,7 +267,7 @@ class Served:
                     num, _, is_brought = self._exchange(
                         own,
                         own,
-                        weight=max(*apart.values(), NEXT_TO_NOTHING),
+                        weight=max([NEXT_TO_NOTHING, *apart.values()]),
                         samples=0,
                         is_at_work=False,
                         wish=self._terms,

@@ -1,11 +1,27 @@
 """Which parameters rounds average: what is trained, and what was and differs in members still."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Trained"]
+from offbeat.local.stepped import count_steps, num_steps, stepped_since
+
+__all__ = ["Trained", "Writes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """What has been written to parameters so far.
+
+    Attributes:
+        versions: Torch's counts of writes to each, by whomever.
+        num_steps: Of optimizers; those that are fused, or write by `.data`, are not in the others.
+    """
+
+    versions: list[int]
+    num_steps: int
 
 
 class Trained:
@@ -28,7 +44,8 @@ class Trained:
         self.gained: dict[int, int] = {}
         self._wished: dict[int, int] = {}  # likewise of what this member wants, and others do not yet
         self._left: set[int] = set()  # of what is not trained any more, and differs in members still
-        self._versions = self.versions()
+        count_steps()
+        self._before = self.writes()  # what is training counts from there
 
     def of(self, places: Iterable[int]) -> list[nn.Parameter]:
         """Give those that rounds average: what is trained, or was, and all are still to meet with."""
@@ -45,11 +62,14 @@ class Trained:
         That is also what was since the newest round and is frozen just now, as one of two networks that are
         trained in turn: it has a gradient still, and was written to. What was loaded has none.
         """
-        every = zip(self.parameters, self._versions, strict=True)
-        return [
-            parameter.requires_grad or (parameter.grad is not None and _version(parameter) != before)
-            for parameter, before in every
-        ]
+        wanted = [parameter.requires_grad for parameter in self.parameters]
+        frozen = [n for n, p in enumerate(self.parameters) if not p.requires_grad and p.grad is not None]
+        if frozen:
+            stepped = stepped_since(self._before.num_steps)
+            for place in frozen:
+                parameter, before = self.parameters[place], self._before.versions[place]
+                wanted[place] = _version(parameter) != before or id(parameter) in stepped
+        return wanted
 
     def wish(self, samples: int) -> list[bool]:
         """Give what is `wanted` as a round begins, and note since when it is.
@@ -63,20 +83,21 @@ class Trained:
         self._wished = {place: self._wished.get(place, samples) for place in news}
         return wanted
 
-    def versions(self) -> list[int]:
-        """Give torch's counts of what was written to each."""
-        return [_version(parameter) for parameter in self.parameters]
+    def writes(self) -> Writes:
+        """Count what was written so far."""
+        return Writes([_version(parameter) for parameter in self.parameters], num_steps())
 
-    def note_written(self, *, since: Sequence[int] | None = None, until: Sequence[int] | None = None) -> None:
+    def note_written(self, *, since: Writes | None = None, until: Writes | None = None) -> None:
         """Take as training what is written from here on, and what was between two counts.
 
         Args:
             since: The first of them; None: as now, so nothing was.
             until: The second.
         """
-        now = self.versions()
-        begun = zip(since or now, until or now, now, strict=True)
-        self._versions = [first + here - last for first, last, here in begun]
+        now = self.writes()
+        since, until = since or now, until or now
+        every = zip(since.versions, until.versions, now.versions, strict=True)
+        self._before = Writes([first + here - last for first, last, here in every], since.num_steps)
 
     def follow(self, wanted: Sequence[bool], *, differ: Collection[int], samples: int) -> bool:
         """Take what all members want by now.
@@ -135,10 +156,16 @@ class Trained:
         places = (place for place, is_one in agreed if not is_one or place in self.gained)
         return {place: samples - since.get(place, samples) for place in places}
 
-    def note_alike(self) -> None:
-        """Take note that all members have the same of everything."""
+    def note_alike(self, samples: int) -> None:
+        """Take note that all members have the same of everything, as this one has had so many samples."""
         self._left.clear()
         self.gained.clear()
+        self.count_from(samples)
+
+    def count_from(self, samples: int) -> None:
+        """Count the samples that lead to what is new from here on, as this member has had so many."""
+        self.gained = dict.fromkeys(self.gained, samples)
+        self._wished = dict.fromkeys(self._wished, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` takes."""

@@ -1,6 +1,7 @@
 """Members of a process group that average are what the methods say, computed in one process."""
 
 import copy
+import functools
 import gc
 import itertools
 import json
@@ -1039,6 +1040,29 @@ def unfrozen_apart(rank, numbers):
     return trained.body.item()
 
 
+def wished_for_before(rank, goes_back):
+    """Train a part in one member alone, come together, and then in both; perhaps from a state of before."""
+    trained = parts()
+    trained.body.requires_grad_(requires_grad=False)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=False)
+    walk(ours, 8 + 4 * rank * goes_back, 1.0, samples=1, switches={})
+    kept = copy.deepcopy((trained.state_dict(), ours.state_dict()))
+    walk(ours, 32 - 4 * rank * goes_back, 1.0, samples=1, switches={} if rank else {"body": (0, True)})
+    ours.flush()
+    if goes_back:
+        trained.load_state_dict(kept[0])
+        ours.load_state_dict(kept[1], strict=False)
+    begun = trained.body.item()
+    walk(ours, 12, 1 + 2 * rank, samples=1, switches={"body": (0, True)})
+    ours.flush()
+    return begun, trained.body.item() - begun
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_what_one_has_trained_alone_before_all_were_alike_counts_no_more(goes_back):
+    assert together(wished_for_before, 2, goes_back) == [(0.0 if goes_back else 32.0, 24.0)] * 2
+
+
 @pytest.mark.parametrize("numbers", [(20, 20), (20, 5)])
 def test_what_members_unfreeze_at_different_times_counts_by_the_samples_since_each_did(numbers):
     """As all have by iteration 15; who is in between two rounds then counts from the one before."""
@@ -1130,11 +1154,11 @@ def test_in_pairs_all_count_the_same_where_a_part_is_unfrozen_and_who_has_ended_
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def trained_in_turn(rank, overlap, method, times):
+def trained_in_turn(rank, overlap, method, times, made=torch.optim.SGD):
     """Train two parts in turn: one is frozen whenever a step is counted, and trained now and then."""
     trained = parts()
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=overlap, method=method)
-    live = {name: torch.optim.SGD([p], lr=1.0 + 2 * rank) for name, p in trained.named_parameters()}
+    live = {name: made([p], lr=1.0 + 2 * rank) for name, p in trained.named_parameters()}
     seen = []
     for iteration in range(20):
         for name, other in (("body", "head"), ("head", "body")):
@@ -1153,9 +1177,10 @@ def trained_in_turn(rank, overlap, method, times):
 
 @pytest.mark.parametrize("times", [1, 4, 5])
 @pytest.mark.parametrize("overlap", [False, 1])
-def test_of_two_parts_that_are_trained_in_turn_both_are_averaged_in_each_round(overlap, times):
+@pytest.mark.parametrize("made", [torch.optim.SGD, functools.partial(torch.optim.SGD, fused=True)])
+def test_of_two_parts_that_are_trained_in_turn_both_are_averaged_in_each_round(overlap, times, made):
     """Also of one that is trained only while a round is under way, or not once between two of them."""
-    (seen, *last), (also_seen, *also_last) = together(trained_in_turn, 2, overlap, "average", times)
+    (seen, *last), (also_seen, *also_last) = together(trained_in_turn, 2, overlap, "average", times, made)
     mean = (1 * 4 + 3 * 12) / 16
     assert last == also_last == pytest.approx([mean * (20 // times), mean * 20], rel=1e-12)
     if not overlap:

@@ -1,5 +1,8 @@
 """Which parameters an averager's rounds have, as they are frozen and unfrozen in mid-run."""
 
+import functools
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,21 @@ NUM = 4
 
 def parameters(are_trained=(True,) * NUM):
     return [nn.Parameter(torch.zeros(2), requires_grad=is_one) for is_one in are_trained]
+
+
+class ByData(torch.optim.Optimizer):
+    """One that writes past torch's count, as many that were written by hand do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
+
+
+FUSED = functools.partial(torch.optim.SGD, lr=1.0, fused=True)
 
 
 def trained_on(parameter):
@@ -53,13 +71,59 @@ def test_one_that_is_in_no_round_is_wanted_once_it_was_trained_since_the_newest(
     assert not trained.wanted()[1]
 
 
+@pytest.mark.parametrize("made", [FUSED, ByData], ids=["fused", "by .data"])
+def test_one_that_an_optimizer_stepped_is_wanted_also_where_torch_counts_no_write(made):
+    every = parameters()
+    trained = Trained(every)
+    for parameter in every:
+        parameter.grad = torch.ones_like(parameter)
+    for parameter in every[:2]:
+        parameter.requires_grad_(False)
+    trained.note_written()
+    before = trained.writes().versions
+    optimizers = [made(every[:1]), made(every[1:])]  # of which the second has made no step
+    optimizers[0].step()
+    assert trained.writes().versions == before
+    assert every[0][0] != 0
+    assert trained.wanted() == [True, False, True, True]
+    trained.note_written()
+    assert trained.wanted() == [False, False, True, True]
+
+
+def test_a_step_while_a_round_is_under_way_is_training():
+    every = parameters()
+    trained = Trained(every)
+    every[0].grad = torch.ones_like(every[0])
+    every[0].requires_grad_(False)
+    live = FUSED(every[:1])
+    begun = trained.writes()
+    live.step()
+    trained.note_written(since=begun, until=trained.writes())
+    assert trained.wanted()[0]
+
+
+def test_what_is_counted_again_has_no_samples_of_before():
+    every = parameters([True, True, False, False])
+    trained = Trained(every)
+    every[2].requires_grad_(True)
+    trained.wish(8)
+    trained.follow([True, True, True, False], differ=(), samples=8)
+    every[3].requires_grad_(True)
+    trained.wish(16)
+    trained.count_from(4)  # as of a state of before
+    assert trained.apart(40) == {2: 36, 3: 36}
+    trained.note_alike(40)
+    assert trained.apart(44) == {3: 4}
+    assert trained.new_among(trained.of(range(NUM)), 44) == {}
+
+
 def test_what_a_round_itself_writes_is_no_training_and_what_is_trained_meanwhile_is():
     every = parameters([False] * NUM)
     trained = Trained(every)
-    begun = trained.versions()
+    begun = trained.writes()
     trained_on(every[0])  # while the round is under way
     every[1].grad = torch.ones(2)
-    until = trained.versions()
+    until = trained.writes()
     with torch.no_grad():
         every[1].copy_(torch.ones(2))  # the round's own
     trained.note_written(since=begun, until=until)
@@ -133,7 +197,7 @@ def test_nothing_that_differs_is_ever_left_out_also_through_a_state(begun, steps
             differ -= set(met) if are_alike else set()
             assert not set(met) & set(trained.gained)
         else:
-            trained.note_alike()
+            trained.note_alike(samples=9)
             differ.clear()
         assert set(places(trained)) == {place for place, is_one in enumerate(wants) if is_one} | differ
         again = Trained(parameters())
