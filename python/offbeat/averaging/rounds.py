@@ -15,7 +15,7 @@ from offbeat.averaging.methods import Method, shown, worded
 from offbeat.averaging.pairs import Met
 from offbeat.averaging.statistics import Statistics, Taken
 from offbeat.averaging.timing import Asked
-from offbeat.averaging.trained import Trained, Writes, left_of, trained_of
+from offbeat.averaging.trained import Trained, Writes, gained_of, left_of, trained_of
 from offbeat.errors import ConfigError, ConnectionLostError, StateError
 from offbeat.local.flat import Flat, Room, add_way, pack, slices
 from offbeat.local.group import digest
@@ -421,8 +421,9 @@ class Rounds:
         """
         plan = _Plan(self.method, trained_of(state))
         are_apart = [bool(is_one) for is_one in state["are_apart"]]
-        numbers = [int(state["number"]), len(state["heard"]), *left_of(state)]
-        if not self._members.is_alike([plan.shown(), *numbers, are_apart, setting]):
+        numbers = [int(state["number"]), len(state["heard"])]
+        apart = [left_of(state), sorted(gained_of(state))]
+        if not self._members.is_alike([plan.shown(), *numbers, *apart, are_apart, setting]):
             if strict:
                 raise StateError(
                     f"members load states of different rounds, this one of round {state['number']}: each "

@@ -180,7 +180,7 @@ class Trained:
         """Take over what `state_dict` gave; older states have no samples."""
         self.are_agreed = trained_of(state)
         self._left = set(left_of(state))
-        self.gained = {int(place): int(since) for place, since in state.get("gained_since", ())}
+        self.gained = gained_of(state)
         self._wished = {int(place): int(since) for place, since in state.get("wished_since", ())}
 
 
@@ -192,6 +192,11 @@ def trained_of(state: Mapping[str, Any]) -> list[bool]:
 def left_of(state: Mapping[str, Any]) -> list[int]:
     """Read of a state places of what was, and differs still; older states do not tell."""
     return sorted(int(place) for place in state.get("left", ()))
+
+
+def gained_of(state: Mapping[str, Any]) -> dict[int, int]:
+    """Read of a state what is in no round yet, as `Trained.gained`; older states do not tell."""
+    return {int(place): int(since) for place, since in state.get("gained_since", ())}
 
 
 def _version(parameter: nn.Parameter) -> int:
