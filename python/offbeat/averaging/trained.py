@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from offbeat.local.stepped import count_steps, num_steps, stepped_since
+from offbeat.local.stepped import Stepped
 
 __all__ = ["Trained", "Writes"]
 
@@ -44,7 +44,7 @@ class Trained:
         self.gained: dict[int, int] = {}
         self._wished: dict[int, int] = {}  # likewise of what this member wants, and others do not yet
         self._left: set[int] = set()  # of what is not trained any more, and differs in members still
-        count_steps()
+        self._stepped = Stepped(self.parameters)
         self._before = self.writes()  # what is training counts from there
 
     def of(self, places: Iterable[int]) -> list[nn.Parameter]:
@@ -65,7 +65,7 @@ class Trained:
         wanted = [parameter.requires_grad for parameter in self.parameters]
         frozen = [n for n, p in enumerate(self.parameters) if not p.requires_grad and p.grad is not None]
         if frozen:
-            stepped = stepped_since(self._before.num_steps)
+            stepped = self._stepped.since(self._before.num_steps)
             for place in frozen:
                 parameter, before = self.parameters[place], self._before.versions[place]
                 wanted[place] = _version(parameter) != before or id(parameter) in stepped
@@ -85,7 +85,7 @@ class Trained:
 
     def writes(self) -> Writes:
         """Count what was written so far."""
-        return Writes([_version(parameter) for parameter in self.parameters], num_steps())
+        return Writes([_version(parameter) for parameter in self.parameters], self._stepped.number)
 
     def note_written(self, *, since: Writes | None = None, until: Writes | None = None) -> None:
         """Take as training what is written from here on, and what was between two counts.
@@ -97,6 +97,7 @@ class Trained:
         now = self.writes()
         since, until = since or now, until or now
         every = zip(since.versions, until.versions, now.versions, strict=True)
+        self._stepped.forget(since.num_steps)
         self._before = Writes([first + here - last for first, last, here in every], since.num_steps)
 
     def follow(self, wanted: Sequence[bool], *, differ: Collection[int], samples: int) -> bool:

@@ -1,38 +1,92 @@
 """Which parameters optimizers have stepped: torch counts no writes of fused ones, nor those by `.data`."""
 
-import itertools
-from weakref import WeakKeyDictionary
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from offbeat.local.every_step import before_every_step
+from offbeat.local.every_step import Hook, before_every_step
 
-__all__ = ["count_steps", "num_steps", "stepped_since"]
+__all__ = ["Stepped"]
 
-_newest: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
-_numbers = itertools.count(1)
-
-
-def count_steps() -> None:
-    """Count the steps of all optimizers from here on."""
-    before_every_step(_count)
+_lock = threading.RLock()  # any thread may step, and be broken into by a signal
+_all: "weakref.WeakSet[Stepped]" = weakref.WeakSet()
 
 
-def num_steps() -> int:
-    """Give the number of the newest step of any optimizer."""
-    return max(list(_newest.values()), default=0)
+class Stepped:
+    """Counts the steps of optimizers, and knows which parameters each has stepped, also once it is gone.
+
+    Attributes:
+        number: Of the newest step.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count from here on; the parameters are kept by whoever makes this."""
+        self.number = 0
+        self._own = {id(parameter) for parameter in parameters}
+        self._steps: dict[int, _Steps] = {}  # by the optimizer's id, which another may have later
+        self._gone: list[_Steps] = []
+        before_every_step(_hook())
+        with _lock:
+            _all.add(self)
+
+    def since(self, number: int) -> set[int]:
+        """Give the ids of parameters that were stepped after that step."""
+        with _lock:
+            every = (*self._steps.values(), *self._gone)
+            return {one for steps in every if steps.newest > number for one in steps.ids}
+
+    def forget(self, number: int) -> None:
+        """Nobody asks for what was stepped up to that step any more."""
+        with _lock:
+            self._gone = [steps for steps in self._gone if steps.newest > number]
+            self._steps = {
+                key: steps
+                for key, steps in self._steps.items()
+                if steps.newest > number or steps.optimizer() is not None
+            }
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count a step."""
+        with _lock:
+            self.number += 1
+            num_groups, known = len(optimizer.param_groups), self._steps.get(id(optimizer))
+            if known is not None and known.optimizer() is optimizer and known.num_groups == num_groups:
+                known.newest = self.number
+                return
+            if known is not None:
+                self._gone.append(known)
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._own
+            self._steps[id(optimizer)] = _Steps(weakref.ref(optimizer), num_groups, ids, self.number)
 
 
-def stepped_since(number: int) -> set[int]:
-    """Give the ids of parameters that are in an optimizer which has stepped after that step."""
-    return {
-        id(parameter)
-        for optimizer, newest in list(_newest.items())
-        if newest > number
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+@dataclass(slots=True)
+class _Steps:
+    """Of one optimizer, with as many parameter groups."""
+
+    optimizer: "weakref.ref[Optimizer]"
+    num_groups: int
+    ids: set[int]
+    newest: int
+
+
+@cache
+def _hook() -> Hook:
+    """Give what counts, out of torch's compiler: it would compile a step anew for each number.
+
+    That imports the compiler, as the first optimizer does that anybody makes.
+    """
+    hook: Hook = torch.compiler.disable(_count)  # type: ignore[no-untyped-call]
+    return hook
 
 
 def _count(optimizer: Optimizer, *_: object) -> None:
-    _newest[optimizer] = next(_numbers)
+    with _lock:
+        living = list(_all)
+    for one in living:
+        one.count(optimizer)

@@ -174,7 +174,10 @@ class Sums:
         except BaseException as error:
             if not isinstance(error, Exception):
                 name = type(error).__name__
-                self._lost = f"the sums of {self._of} were broken off here ({name}), and others wait in them"
+                self._lost = (
+                    f"the sums of {self._of} were broken off here ({name}), and others may wait in them: "
+                    f"close this in all members, and make it anew (a trainer goes on by close(), and train())"
+                )
             raise
 
     def wait(self, works: Sequence[distributed.Work]) -> None:
