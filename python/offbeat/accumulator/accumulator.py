@@ -301,7 +301,7 @@ class AsyncGradientAccumulator:
         if not self._window.batches:
             check_same(self._named, self.model)
             if self._is_under_way and not self._overlaps:
-                self._update()  # whose wait was broken off
+                self._catch_up()  # whose wait was broken off
             self._buffers.begin()
         try:
             self._warn_of_reduction(loss_fn)
@@ -408,15 +408,18 @@ class AsyncGradientAccumulator:
         if self._window.batches:
             with kept_in(faults):
                 self._end_window()
+        num_at_work = (
+            1  # as far as is known: all have ended where a `flush` before was broken off in its wait
+        )
         if self._is_under_way:
             with kept_in(faults):
-                self._update()
+                num_at_work = self._update()
         self._updates.end()
         self._buffers.forget()  # what is not finite from here on is of others' windows
         if self._members.size > 1:
             try:
                 with self._members.telling():
-                    self._end_together()
+                    self._end_together(num_at_work)
                 trained_by.moved(self.model)
             except ConnectionLostError as error:
                 if not faults:
@@ -635,7 +638,7 @@ class AsyncGradientAccumulator:
         fault = None
         if self._is_under_way:
             try:
-                self._update()
+                self._catch_up()
             except NonFiniteError as error:  # of the window before; this one is to be sent all the same
                 fault = error
         self._send(own, scale)
@@ -724,10 +727,14 @@ class AsyncGradientAccumulator:
             return None
         return [float(group["lr"]) * factor_of(live) for group in live.param_groups]
 
-    def _end_together(self) -> None:
+    def _catch_up(self) -> None:
+        """Do what the total under way leads to: an update, or the end of a `flush` that was broken off."""
+        if not self._update():
+            self._end_alike()
+
+    def _end_together(self, num_at_work: int) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""
         faults: list[NonFiniteError] = []
-        num_at_work = 1
         while num_at_work:
             self._send(None, self._scaler.scale)
             num_faults = len(faults)
@@ -738,6 +745,10 @@ class AsyncGradientAccumulator:
                     f"{str(faults[0]).partition(',')[0]}, of a window that other members alone had: it is "
                     f"dropped in all of them, those raise a NonFiniteError, and nothing is changed"
                 )
+        self._end_alike()
+
+    def _end_alike(self) -> None:
+        """Make buffers alike, as all members do who have learnt in one sum that all have ended."""
         self._members.end(dict(self.model.named_buffers()), self._buffers.seen)
         self._buffers.seen = 0
 

@@ -1,7 +1,7 @@
 """Members that nobody waits for: each brings its way to a server, which steps, and goes on from there."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -184,7 +184,7 @@ class Arrivals(Served):
         self._version += bool(weight or came or not said.is_finite)
         if num_brought and came > 0:
             self._share = min(num_brought / came, 1.0)
-        self._go_out()
+        self._go_out({self._names[id(parameter)] for parameter in said.parameters})
         self._said = None  # whose memory is used again
         self._counted_of_said[:] = 0
         return num_at_work, True, True
@@ -241,8 +241,13 @@ class Arrivals(Served):
         moved = {n: self._mean[n] + share * (own[n] - self._mean[n]) for n in self._statistics}
         return moved | {TOTALS: self._mean[TOTALS] + counts}
 
-    def _go_out(self) -> None:
-        self._reference = {name: self._mean[name].copy() for name in self._names.values()}
+    def _go_out(self, names: Collection[str] | None = None) -> None:
+        """Measure from what the server has by now: these parameters, or all.
+
+        What no push of this member has, as it is frozen, stays where it is here, while others may train it.
+        """
+        names = self._names.values() if names is None else names
+        self._reference |= {name: self._mean[name].copy() for name in names}
 
     # ------------------------------------------------------------------ meeting
 

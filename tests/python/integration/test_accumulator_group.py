@@ -1037,6 +1037,49 @@ def broken_off(rank, overlap, interrupted):
     return [p.detach().numpy() for p in ours.model.parameters()], ours.updates, num_interrupts
 
 
+def broken_off_at_the_end(rank, interrupted, goes_on):
+    """End before the other one, by Ctrl-C while this waits for it; flush again, or train on at once."""
+    ours = offbeat.AsyncGradientAccumulator(model(), 2, overlap=False)
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+
+    def interrupt():
+        wait_for(lambda: sys._current_frames()[main].f_code is Sums.wait.__code__, timeout_s=60)
+        os.kill(os.getpid(), signal.SIGINT)
+        interrupted.touch()  # torch's wait ends, and Ctrl-C is heard, as the other one comes
+
+    def train(num):
+        for number in range(num):
+            inputs, targets = micro_batch(rank, 0, number)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+
+    train(2)
+    if rank == 0:
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            ours.flush()
+        thread.join()
+    else:
+        wait_for(interrupted.exists, timeout_s=60)
+        ours.flush()
+    if goes_on:
+        train(2)
+    if goes_on or rank == 0:
+        ours.flush()
+    signal.signal(signal.SIGINT, before)
+    return [p.detach().numpy() for p in ours.model.parameters()], ours.updates
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_flush_that_is_broken_off_ends_in_the_next_call(goes_on, tmp_path):
+    """In which others have learnt from the same sum that all have ended, and wait for this one."""
+    (first, num), (second, also_num) = together(broken_off_at_the_end, 2, tmp_path / "it", goes_on)
+    assert num == also_num == 1 + goes_on
+    assert all(map(np.array_equal, first, second))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_wait_that_is_broken_off_loses_nothing(overlap, tmp_path):
     first, second = together(broken_off, 2, overlap, tmp_path / "interrupted")

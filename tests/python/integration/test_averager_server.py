@@ -1094,6 +1094,37 @@ def test_what_was_unfrozen_after_the_last_round_is_brought_too(settings, expecte
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def unfrozen_behind(rank, address, others_have_brought):
+    """Train a part from the seventh iteration on; in one member as the other has brought all of its own."""
+    trained = nn.Module()
+    trained.register_parameter("head", nn.Parameter(torch.zeros(1)))
+    trained.register_parameter("body", nn.Parameter(torch.zeros(1), requires_grad=False))
+    settings = {"method": PLAIN_MEAN, "asynchronous": True, "overlap": False}
+    with at(address, trained, rank, 2, averaging_frequency=4, **settings) as ours:
+        for iteration in range(24):
+            if iteration == 6:
+                trained.body.requires_grad_(True)
+                if rank == 1:
+                    wait_for(others_have_brought.exists, timeout_s=60)
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(1.0)
+            ours.step(4)
+        others_have_brought.touch()
+        ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+def test_what_is_unfrozen_where_others_have_trained_it_pulls_nothing_back(server, tmp_path):
+    """Each way is measured from where its member has begun, and not from where others have led since."""
+    first, second = together(unfrozen_behind, 2, server.address, tmp_path / "brought")
+    assert first == second
+    body, head = first
+    assert 22 <= head <= 26  # each way counts by the samples of all, as they are known when it arrives
+    assert body / 18 == pytest.approx(head / 24, rel=0.1)
+
+
 def test_what_was_unfrozen_after_the_last_arrival_arrives_too(server):
     settings = {"method": PLAIN_MEAN, "asynchronous": True, "overlap": False}
     (body, head), (also_body, also_head) = together(unfrozen_late, 2, server.address, settings)
