@@ -554,7 +554,10 @@ class AsyncGradientAccumulator:
             updates.chosen = chosen
             bring_back_told(chosen, state, is_new=is_new)
         self._members.agree(state["agreed"])
-        self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
+        due = state["due"]
+        # A total of nobody, of a flush that was broken off: the others of that group wait no more.
+        is_due = due is not None and bool(due["num_at_work"])
+        self._due = total_of_state(due, self._parameters) if is_due else None
         self._is_under_way = self._due is not None
         self._window.load_state_dict(state["window"])
         self._flushed = None
@@ -731,6 +734,7 @@ class AsyncGradientAccumulator:
         """Do what the total under way leads to: an update, or the end of a `flush` that was broken off."""
         if not self._update():
             self._end_alike()
+            trained_by.moved(self.model)
 
     def _end_together(self, num_at_work: int) -> None:
         """Take part with nothing until nobody has anything to add any more; then make buffers alike."""

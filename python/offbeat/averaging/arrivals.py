@@ -133,7 +133,6 @@ class Arrivals(Served):
             self._presence.pause(error)
             return
         self._presence.go_on()
-        self._go_out()
         self._take_over()
 
     @staticmethod
@@ -240,6 +239,11 @@ class Arrivals(Served):
         share = np.float32(self._share)
         moved = {n: self._mean[n] + share * (own[n] - self._mean[n]) for n in self._statistics}
         return moved | {TOTALS: self._mean[TOTALS] + counts}
+
+    def _take_over(self) -> None:
+        """Give this member what the server has, and let it go out from there, also in what is frozen."""
+        super()._take_over()
+        self._go_out()
 
     def _go_out(self, names: Collection[str] | None = None) -> None:
         """Measure from what the server has by now: these parameters, or all.

@@ -44,33 +44,30 @@ class Stepped:
     def forget(self, number: int) -> None:
         """Nobody asks for what was stepped up to that step any more."""
         with _lock:
-            self._gone = [steps for steps in self._gone if steps.newest > number]
-            self._steps = {
-                key: steps
-                for key, steps in self._steps.items()
-                if steps.newest > number or steps.optimizer() is not None
-            }
+            every = (*self._steps.values(), *self._gone)
+            self._steps, self._gone = {}, [steps for steps in every if steps.newest > number]
 
     def count(self, optimizer: Optimizer) -> None:
         """Count a step."""
         with _lock:
             self.number += 1
-            num_groups, known = len(optimizer.param_groups), self._steps.get(id(optimizer))
-            if known is not None and known.optimizer() is optimizer and known.num_groups == num_groups:
+            known = self._steps.get(id(optimizer))
+            shape = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+            if known is not None and known.optimizer() is optimizer and known.shape == shape:
                 known.newest = self.number
                 return
             if known is not None:
                 self._gone.append(known)
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._own
-            self._steps[id(optimizer)] = _Steps(weakref.ref(optimizer), num_groups, ids, self.number)
+            self._steps[id(optimizer)] = _Steps(weakref.ref(optimizer), shape, ids, self.number)
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Of one optimizer, with as many parameter groups."""
+    """Of one optimizer, while it had the same lists of parameters, of these lengths."""
 
     optimizer: "weakref.ref[Optimizer]"
-    num_groups: int
+    shape: list[tuple[int, int]]
     ids: set[int]
     newest: int
 

@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import offbeat
 from offbeat import optim
 from offbeat.accumulator import parcel
+from offbeat.accumulator.members import Total
+from offbeat.accumulator.state import total_state
 from offbeat.cli.failures import MAX_WORDS
 from offbeat.errors import (
     ClosedError,
@@ -1077,6 +1079,42 @@ def test_a_flush_that_is_broken_off_ends_in_the_next_call(goes_on, tmp_path):
     """In which others have learnt from the same sum that all have ended, and wait for this one."""
     (first, num), (second, also_num) = together(broken_off_at_the_end, 2, tmp_path / "it", goes_on)
     assert num == also_num == 1 + goes_on
+    assert all(map(np.array_equal, first, second))
+
+
+def going_on_from_an_end(rank):
+    """Take a state of an end that was broken off in one member alone, and go on with another group."""
+
+    def made():
+        trained = model()
+        trained.register_buffer("seen", torch.ones(2))  # members ask one another about it at the end
+        return offbeat.AsyncGradientAccumulator(trained, 2, overlap=False)
+
+    ours = made()
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    inputs, targets = micro_batch(rank, 0, 0)
+    for _ in range(2):
+        ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+    kept = copy.deepcopy((ours.model.state_dict(), ours.state_dict()))
+    assert kept[1]["due"] is None
+    if rank == 0:  # as where Ctrl-C found this member in the sum, and the other one behind it
+        nothing = Total([None] * len(list(ours.model.parameters())), samples=0, num_at_work=0, told=[0.0] * 4)
+        kept[1]["due"] = total_state(nothing)
+    ours.flush()
+    ours.close()
+    ours = made()
+    ours.model.load_state_dict(kept[0])
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    ours.load_state_dict(kept[1], optimizer=live)
+    for _ in range(2):
+        ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+    ours.flush()
+    return [p.detach().numpy() for p in ours.model.parameters()], ours.updates
+
+
+def test_a_state_of_an_end_that_was_broken_off_is_gone_on_from_in_another_group():
+    (first, num), (second, also_num) = together(going_on_from_an_end, 2)
+    assert num == also_num == 2
     assert all(map(np.array_equal, first, second))
 
 

@@ -1125,6 +1125,42 @@ def test_what_is_unfrozen_where_others_have_trained_it_pulls_nothing_back(server
     assert body / 18 == pytest.approx(head / 24, rel=0.1)
 
 
+def frozen_and_flushed(rank, address, here):
+    """Train a part, freeze it before the other has brought all of it, come together, and train it again."""
+    trained = nn.Module()
+    trained.register_parameter("head", nn.Parameter(torch.zeros(1)))
+    trained.register_parameter("body", nn.Parameter(torch.zeros(1)))
+    settings = {"method": PLAIN_MEAN, "asynchronous": True, "overlap": False}
+    ends = []
+    with at(address, trained, rank, 2, averaging_frequency=4, **settings) as ours:
+        for last, is_trained in ((8, True), (16, False), (24, True)):
+            trained.body.requires_grad_(is_trained)
+            if rank == 1 and last == 8:
+                wait_for((here / "brought").exists, timeout_s=60)
+            for _ in range(8):
+                with torch.no_grad():
+                    for parameter in trained.parameters():
+                        if parameter.requires_grad:
+                            parameter.add_(1.0)
+                ours.step(4)
+            if rank == 0 and last == 8:
+                (here / "brought").touch()
+            if last == 16:
+                ours.flush()
+            ends.append((trained.body.item(), trained.head.item()))
+        ours.flush()
+    return [*ends[1:2], (trained.body.item(), trained.head.item())]
+
+
+def test_what_was_frozen_through_a_flush_brings_nothing_twice(server, tmp_path):
+    first, second = together(frozen_and_flushed, 2, server.address, tmp_path)
+    assert first == second
+    (before, _), (body, head) = first
+    assert 7 <= before <= 9
+    assert 15 <= body <= 17.5
+    assert 22 <= head <= 26
+
+
 def test_what_was_unfrozen_after_the_last_arrival_arrives_too(server):
     settings = {"method": PLAIN_MEAN, "asynchronous": True, "overlap": False}
     (body, head), (also_body, also_head) = together(unfrozen_late, 2, server.address, settings)

@@ -49,13 +49,32 @@ def test_parameters_of_optimizers_that_have_stepped_since_are_told(made):
     assert stepped.since(stepped.number) == set()
 
 
-def test_parameters_of_a_group_that_is_added_later_are_told_too():
+def added(live, parameter):
+    live.add_param_group({"params": [parameter]})
+
+
+def put_in(live, parameter):
+    live.param_groups[0]["params"].append(parameter)
+
+
+def set_anew(live, parameter):
+    live.param_groups[0]["params"] = [*live.param_groups[0]["params"], parameter]
+
+
+def made_of_others(live, parameter):
+    kept = live.param_groups[0]["params"]
+    live.param_groups.clear()
+    live.add_param_group({"params": [*kept, parameter]})
+
+
+@pytest.mark.parametrize("change", [added, put_in, set_anew, made_of_others])
+def test_parameters_that_come_into_an_optimizer_later_are_told_too(change):
     one, other = parameters(2)
     stepped = Stepped([one, other])
     live = torch.optim.SGD([one], lr=0.1)
     live.step()
     before = stepped.number
-    live.add_param_group({"params": [other]})
+    change(live, other)
     live.step()
     assert stepped.since(before) == {id(one), id(other)}
 
@@ -75,7 +94,9 @@ def test_an_optimizer_that_is_gone_has_stepped_all_the_same_and_is_not_kept_aliv
     assert [reference() for reference in alive] == [None] * 10
     assert stepped.since(before) == {id(one)}
     stepped.forget(stepped.number)
-    assert stepped.since(0) == {id(other)}  # of whose optimizer there may be more
+    assert stepped.since(0) == set()
+    live.step()
+    assert stepped.since(0) == {id(other)}
 
 
 def test_who_counts_is_not_kept_alive():
