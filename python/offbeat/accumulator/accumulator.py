@@ -554,10 +554,7 @@ class AsyncGradientAccumulator:
             updates.chosen = chosen
             bring_back_told(chosen, state, is_new=is_new)
         self._members.agree(state["agreed"])
-        due = state["due"]
-        # A total of nobody, of a flush that was broken off: the others of that group wait no more.
-        is_due = due is not None and bool(due["num_at_work"])
-        self._due = total_of_state(due, self._parameters) if is_due else None
+        self._due = None if state["due"] is None else total_of_state(state["due"], self._parameters)
         self._is_under_way = self._due is not None
         self._window.load_state_dict(state["window"])
         self._flushed = None
@@ -571,6 +568,8 @@ class AsyncGradientAccumulator:
         self._samples = state["samples"]
         self._buffers.bring(state["samples_since_end"])
         self._sizes.load_state_dict(state["sizes"])
+        if self._due is not None and not self._due.num_at_work:
+            self._update()  # of a flush that was broken off: the others of that group wait no more
 
     # ------------------------------------------------------------------ inside
 

@@ -125,6 +125,7 @@ class Arrivals(Served):
         self._end_given_up()
         self._said = None
         self._counted_of_said[:] = 0
+        self._unsettled = {}  # whatever became of that push: the model is another one
         try:
             if not self._presence.is_met:
                 self._meet()

@@ -1,6 +1,7 @@
 """Several processes that accumulate together are one that has all their samples."""
 
 import copy
+import functools
 import json
 import logging
 import logging.handlers
@@ -25,8 +26,6 @@ from torch.utils.checkpoint import checkpoint
 import offbeat
 from offbeat import optim
 from offbeat.accumulator import parcel
-from offbeat.accumulator.members import Total
-from offbeat.accumulator.state import total_state
 from offbeat.cli.failures import MAX_WORDS
 from offbeat.errors import (
     ClosedError,
@@ -1082,39 +1081,59 @@ def test_a_flush_that_is_broken_off_ends_in_the_next_call(goes_on, tmp_path):
     assert all(map(np.array_equal, first, second))
 
 
-def going_on_from_an_end(rank):
-    """Take a state of an end that was broken off in one member alone, and go on with another group."""
+def going_on_from_an_end(rank, adaptive):
+    """Go on, with another group, from an end in which one member is in the sum, and one behind it."""
 
     def made():
         trained = model()
         trained.register_buffer("seen", torch.ones(2))  # members ask one another about it at the end
-        return offbeat.AsyncGradientAccumulator(trained, 2, overlap=False)
+        return offbeat.AsyncGradientAccumulator(trained, 2, overlap=False, adaptive_accumulation=adaptive)
 
+    def train(num, live):
+        for number in range(num):
+            inputs, targets = micro_batch(rank, 0, number)
+            ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+
+    def keep():
+        kept.append(copy.deepcopy((ours.model.state_dict(), ours.state_dict())))
+
+    def update(before):
+        if ours._is_under_way and not ours._wait().num_at_work and rank == 0:
+            keep()
+        return before()
+
+    def end(before, *arguments):
+        if rank == 1:
+            keep()
+        return before(*arguments)
+
+    kept = []
     ours = made()
-    live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
-    inputs, targets = micro_batch(rank, 0, 0)
-    for _ in range(2):
-        ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
-    kept = copy.deepcopy((ours.model.state_dict(), ours.state_dict()))
-    assert kept[1]["due"] is None
-    if rank == 0:  # as where Ctrl-C found this member in the sum, and the other one behind it
-        nothing = Total([None] * len(list(ours.model.parameters())), samples=0, num_at_work=0, told=[0.0] * 4)
-        kept[1]["due"] = total_state(nothing)
+    train(12, torch.optim.SGD(ours.model.parameters(), lr=0.1))
+    ours._update = functools.partial(update, ours._update)
+    ours._members.end = functools.partial(end, ours._members.end)
     ours.flush()
     ours.close()
+    updates = ours.updates
     ours = made()
-    ours.model.load_state_dict(kept[0])
+    ours.model.load_state_dict(kept[0][0])
     live = torch.optim.SGD(ours.model.parameters(), lr=0.1)
-    ours.load_state_dict(kept[1], optimizer=live)
-    for _ in range(2):
-        ours.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=LOSS)
+    ours.load_state_dict(kept[0][1], optimizer=live)
+    due, meter = kept[0][1]["due"], ours.state_dict()["meter"]
+    train(12, live)
     ours.flush()
-    return [p.detach().numpy() for p in ours.model.parameters()], ours.updates
+    ends = [p.detach().numpy() for p in ours.model.parameters()], ours.updates - updates
+    return *ends, None if due is None else due["num_at_work"], meter
 
 
-def test_a_state_of_an_end_that_was_broken_off_is_gone_on_from_in_another_group():
-    (first, num), (second, also_num) = together(going_on_from_an_end, 2)
-    assert num == also_num == 2
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_states_of_an_end_that_was_broken_off_are_gone_on_from_in_another_group(adaptive):
+    (first, num, due, meter), (second, also_num, also_due, also_meter) = together(
+        going_on_from_an_end, 2, adaptive
+    )
+    assert (due, also_due) == (0, None)
+    assert (num, meter) == (also_num, also_meter)
+    assert num >= 3
     assert all(map(np.array_equal, first, second))
 
 

@@ -1,5 +1,6 @@
 """Members that arrive at a server one by one: asynchronous DiLoCo."""
 
+import copy
 import os
 import shutil
 import signal
@@ -418,6 +419,31 @@ def test_a_push_counts_once_where_the_server_has_lost_one_before(monkeypatch, tm
             one.train(ours)
             assert held_number(server) == one.value == 4.0
             ours.close()
+
+
+def test_a_push_whose_answer_is_lost_counts_once_where_a_state_is_loaded_then(monkeypatch):
+    """At a server that has gone on a member goes on from there, and with nothing of before still to bring."""
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 3.0)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
+    one, plans, method = Counter(), OnTheWay(), DiLoCo(lr=1.0, momentum=0.0)
+    with (
+        offbeat.ParameterServer(transaction="model") as server,
+        FaultProxy(server.address, plans) as proxy,
+        at(proxy.address, one.model, method=method, averaging_frequency=1) as ours,
+    ):
+        one.train(ours)
+        kept = copy.deepcopy((one.model.state_dict(), ours.state_dict()))
+        plans.lose_the_next_answer()
+        proxy.cut()
+        one.train(ours)
+        assert (held_number(server), proxy.counts["lost_replies"], ours.averaging_round) == (2.0, 1, 1)
+        plans.be_calm()
+        proxy.heal()
+        one.model.load_state_dict(kept[0])
+        ours.load_state_dict(kept[1])
+        assert one.value == held_number(server) == 2.0
+        one.train(ours)
+        assert one.value == held_number(server) == 3.0
 
 
 def test_in_the_background_no_progress_is_lost(server):
