@@ -126,6 +126,7 @@ class Arrivals(Served):
         self._said = None
         self._counted_of_said[:] = 0
         self._unsettled = {}  # whatever became of that push: the model is another one
+        self._go_out()  # from what was heard last, which the model has, where the server is away
         try:
             if not self._presence.is_met:
                 self._meet()

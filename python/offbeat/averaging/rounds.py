@@ -511,6 +511,7 @@ class Rounds:
         has_gained = self._trained.follow(plan.are_trained, differ=differ, samples=max(self._samples))
         if has_gained and self._members.arrives_alone:  # no round of all brings it
             self._samples[this] = min(self._samples[this], round_.samples_before)
+            self._iterations = min(self._iterations, round_.iterations_before)  # as its batches are so large
         if has_other_method:
             # Around a centre, which is forgotten, each member has kept a model of its own: as after rounds of
             # twos, all of them count in the next, whatever samples have come since.

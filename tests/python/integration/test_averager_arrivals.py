@@ -17,6 +17,7 @@ from torch import nn
 import offbeat
 from offbeat import optim
 from offbeat.averaging import DiLoCo
+from offbeat.client import Client
 from offbeat.errors import ConfigError
 from support.averaging import LOSS, Counter, arrays, close, held_number, model, warned
 from support.fault_plan import CALM, Bytes, Cut, LostReply, plan
@@ -383,6 +384,9 @@ class OnTheWay:
     def lose_the_next_answer(self):
         self._next = iter([plan(LostReply(push=1))] * 2)  # a client has two connections, and pushes on one
 
+    def reach_nobody(self):
+        self._next = iter(())
+
     def be_calm(self):
         self._next = None
 
@@ -444,6 +448,38 @@ def test_a_push_whose_answer_is_lost_counts_once_where_a_state_is_loaded_then(mo
         assert one.value == held_number(server) == 2.0
         one.train(ours)
         assert one.value == held_number(server) == 3.0
+
+
+def test_a_state_that_is_loaded_while_the_server_is_away_is_gone_on_from(monkeypatch):
+    """After a push that was answered, and a pull that was lost with the server."""
+    monkeypatch.setattr("offbeat.averaging.meeting.RECONNECT_S", 0.5)
+    monkeypatch.setattr("offbeat.averaging.presence.AGAIN_S", 0.5)
+    one, plans, method, pull = Counter(), OnTheWay(), DiLoCo(lr=1.0, momentum=0.0), Client.pull
+    with (
+        offbeat.ParameterServer(transaction="model") as server,
+        FaultProxy(server.address, plans) as proxy,
+        at(proxy.address, one.model, method=method, averaging_frequency=1) as ours,
+    ):
+        one.train(ours)
+        kept = copy.deepcopy((one.model.state_dict(), ours.state_dict()))
+
+        def pull_of_nobody(client, **arguments):
+            proxy.cut()
+            return pull(client, **arguments)
+
+        plans.reach_nobody()
+        with monkeypatch.context() as patched:
+            patched.setattr(Client, "pull", pull_of_nobody)
+            one.train(ours)
+        assert (held_number(server), ours.averaging_round) == (2.0, 1)
+        one.model.load_state_dict(kept[0])
+        ours.load_state_dict(kept[1])
+        one.train(ours)
+        assert (one.value, held_number(server)) == (2.0, 2.0)
+        plans.be_calm()
+        proxy.heal()
+        one.train(ours)
+        assert one.value == held_number(server) == 4.0, "both steps since then are new"
 
 
 def test_in_the_background_no_progress_is_lost(server):
