@@ -7,13 +7,13 @@ of the step sees the scaled rate either: one that lets a scheduler step reads an
 
 import math
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from offbeat.local.every_step import before_every_step, with_closure
 
@@ -42,7 +42,8 @@ class _Scaled:
         return math.prod(sorted(self.factors), start=1.0)
 
 
-_scaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Scaled] = weakref.WeakKeyDictionary()
+# By identity: a class of optimizers may have an equality of its own, and then perhaps no hash.
+_scaled: MutableMapping[torch.optim.Optimizer, _Scaled] = WeakIdKeyDictionary()
 
 
 def factor_of(optimizer: torch.optim.Optimizer) -> float:

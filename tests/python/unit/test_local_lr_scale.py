@@ -62,3 +62,26 @@ def test_what_is_saved_after_a_step_that_raised_is_the_rate_that_was_set():
     live.step()
     assert live.state_dict()["param_groups"][0]["lr"] == 1.0
     lr_scale.unscale(live, 0.25)
+
+
+class Alike(torch.optim.SGD):
+    """One that equals others, and has no hash."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return type(other) is type(self)
+
+
+def test_optimizers_that_are_equal_are_scaled_each_for_itself():
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    scaled, other = (Alike([parameter], lr=1.0) for parameter in parameters)
+    lr_scale.scale(scaled, 0.5)
+    scaled.step()
+    other.step()
+    assert [parameter.item() for parameter in parameters] == [-0.5, -1.0]
+    lr_scale.unscale(scaled, 0.5)
+    scaled.step()
+    assert [parameter.item() for parameter in parameters] == [-1.5, -1.0]
