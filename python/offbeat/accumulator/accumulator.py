@@ -408,9 +408,7 @@ class AsyncGradientAccumulator:
         if self._window.batches:
             with kept_in(faults):
                 self._end_window()
-        num_at_work = (
-            1  # as far as is known: all have ended where a `flush` before was broken off in its wait
-        )
+        num_at_work = 1  # as far as is known: nobody is, where a `flush` before was broken off
         if self._is_under_way:
             with kept_in(faults):
                 num_at_work = self._update()

@@ -8,7 +8,7 @@ from torch import nn
 
 from offbeat.local.stepped import Stepped
 
-__all__ = ["Trained", "Writes"]
+__all__ = ["Trained", "Writes", "gained_of", "left_of", "trained_of"]
 
 
 @dataclass(frozen=True, slots=True)
