@@ -218,6 +218,7 @@ def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None
     before: list[Any] = []
 
     def multiply(*_: object) -> None:
+        restore()  # where a step calls the one of its base class, that has hooks, too
         before.extend(group["lr"] for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor

@@ -48,12 +48,25 @@ def train(ours, numbers, optimizer, **keywords):
     return updates
 
 
+class Based(torch.optim.SGD):
+    """One whose step calls that of its base class, which has hooks once one of that was made."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "lr", "power"),
-    [(torch.optim.SGD, 0.1, 1.0), (torch.optim.ASGD, 0.1, 1.0), (torch.optim.AdamW, 0.01, 0.5)],
+    [
+        (torch.optim.SGD, 0.1, 1.0),
+        (torch.optim.ASGD, 0.1, 1.0),
+        (torch.optim.AdamW, 0.01, 0.5),
+        (Based, 0.1, 1.0),
+    ],
 )
 def test_updates_are_a_loop_of_torchs_with_the_rate_times_the_gain(kind, lr, power):
     trained, whole = model(), model()
+    torch.optim.SGD(whole.parameters())
     live = kind(trained.parameters(), lr=lr)
     with adaptive(trained) as ours:  # at whose end some batches may be left
         updates = train(ours, range(300), live)
