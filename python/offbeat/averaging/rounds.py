@@ -558,7 +558,8 @@ class Rounds:
                 drift = self._drift(round_, heard.means)
             if heard.samples:
                 self._follow_rate(round_.fragment, heard.rate)
-            self._move(round_, heard.means, has_moved=has_moved)
+            agreed = wanted.plan.are_trained if heard.are_agreed else self._trained.are_agreed
+            self._move(round_, heard.means, has_moved=has_moved, are_trained=agreed)
             if heard.samples:
                 self._statistics.settle(heard.statistics, round_.statistics)
         can_go_back = not heard.weight and heard.num_not_finite > 0 and self._go_back(round_, heard)
@@ -639,7 +640,7 @@ class Rounds:
         num = self._members.size
         return 2.0 * (num - 1) / num * sum(way.square().sum().item() for way in ways.values())
 
-    def _move(self, round_: _UnderWay, means: Flat, *, has_moved: bool) -> None:
+    def _move(self, round_: _UnderWay, means: Flat, *, has_moved: bool, are_trained: Sequence[bool]) -> None:
         memory, method, size = self._memories[round_.fragment], self.method, self._members.size
         memory.begin_with(means)
         targets = {
@@ -651,14 +652,17 @@ class Rounds:
         parts = slices(round_.parameters, targets)
         share = method.share_kept
         # Where it was not to go on, and has after a wait was broken off, what it has learnt since is dropped.
-        adds = has_moved and round_.is_finite and share is None and round_.own is not None
+        is_kept = has_moved and round_.is_finite
+        adds = is_kept and round_.own is not None
+        places = self._trained.places(round_.parameters)
         own = parts if round_.own is None else slices(round_.parameters, round_.own)
         with torch.no_grad():
-            for parameter, part, before in zip(round_.parameters, parts, own, strict=True):
-                if adds:
-                    add_way(parameter, before, part)
-                elif has_moved and round_.is_finite and share is not None:
+            for place, parameter, part, before in zip(places, round_.parameters, parts, own, strict=True):
+                # A share of what is trained no more would keep members apart in it: no round has it again.
+                if is_kept and share is not None and are_trained[place]:
                     parameter.lerp_(part.to(parameter.dtype), 1.0 - share)
+                elif adds:
+                    add_way(parameter, before, part)
                 else:
                     parameter.copy_(part)
 

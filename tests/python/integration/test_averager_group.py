@@ -1247,6 +1247,26 @@ def test_what_is_frozen_in_mid_run_loses_nothing(method, size, overlap):
         assert (body, head) == pytest.approx((20 * mean, 40 * mean), rel=1e-12)
 
 
+def frozen_of_a_share(rank, fragments, overlap):
+    """Freeze a part while members keep a share of their own of each round; give it before the end, too."""
+    trained = parts()
+    method = averaging.DiLoCo(lr=1.0, momentum=0.0, nesterov=False, fragments=fragments, merge_alpha=0.5)
+    ours = offbeat.AsyncModelAverager(trained, averaging_frequency=6, method=method, overlap=overlap)
+    walk(ours, 60, 1 + 2 * rank, samples=4, switches={"body": (20, False)})
+    before = trained.body.item()
+    ours.flush()
+    return before, trained.body.item(), trained.head.item()
+
+
+@pytest.mark.parametrize("overlap", [2, True])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_is_frozen_where_members_keep_a_share_is_alike_from_its_next_round_on(fragments, overlap):
+    (one, end, head), (other, also_end, also_head) = together(frozen_of_a_share, 2, fragments, overlap)
+    assert one == pytest.approx(other, rel=1e-12)
+    assert end == also_end == pytest.approx(one, rel=1e-12)
+    assert head == also_head
+
+
 def frozen_at_a_centre(rank):
     trained = parts()
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=5, method="easgd", overlap=False)
