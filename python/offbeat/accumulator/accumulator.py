@@ -228,7 +228,9 @@ class AsyncGradientAccumulator:
         self._members: Members = (
             Alone()
             if group is None or size == 1
-            else Group(group, self._named, list(model.buffers()), is_divided=is_divided, setting=setting)
+            else Group(
+                group, self._named, dict(model.named_buffers()), is_divided=is_divided, setting=setting
+            )
         )
         self._others = self._others_of(base_batch_size)
         self._window = Window(

@@ -21,6 +21,7 @@ from offbeat.local.group import (
     differing,
     digest,
     gathered,
+    held_by_all,
     is_alike,
     is_other,
     listed,
@@ -28,7 +29,7 @@ from offbeat.local.group import (
 from offbeat.local.mean_alike import make_alike
 from offbeat.local.sums import Sums
 
-__all__ = ["Alone", "Group", "Members", "Total", "words_of_left_out"]
+__all__ = ["Alone", "Group", "Members", "Total", "words_of_apart", "words_of_left_out"]
 
 T = TypeVar("T")
 
@@ -193,7 +194,7 @@ class Group:
         self,
         group: distributed.ProcessGroup,
         named: Sequence[tuple[str, nn.Parameter]],
-        buffers: Sequence[torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
         *,
         is_divided: bool,
         setting: Settings,
@@ -203,7 +204,7 @@ class Group:
         Args:
             group: Of the members.
             named: The parameters, each once, with its name.
-            buffers: The buffers that are to begin alike.
+            buffers: By name; they begin alike, too.
             is_divided: Totals are, by the counts of all.
             setting: What else has to be the same in all members: it says how much they send one another.
 
@@ -226,6 +227,7 @@ class Group:
         self._counts = 0.0  # of the newest one
         self._sent_in = 1.0
         self._facts = torch.empty(0)
+        self._apart: list[str] = []  # buffers that stay each member's own, as was told
         self._settings: Settings = {}  # said with them, as is which parameters are `_wanted`
         check_device(group, self._device)
         # Frozen parameters stay here. Which these are members agree upon one sum ahead: they would send one
@@ -235,10 +237,10 @@ class Group:
         self._sums = Sums.among(group, of="the gradients")
         with self._sums.together() as own:
             check_made(own, "AsyncGradientAccumulator", self._device)
-            check_alike(own, named, self._device)
+            check_alike(own, [*named, *buffers.items()], self._device)
             alike = {**setting, **self._by_name(self._is_sent)}
             check_settings(own, alike, self._device, how="members accumulate differently")
-            begin_alike(own, (*(parameter for _, parameter in named), *buffers))
+            begin_alike(own, (*(parameter for _, parameter in named), *buffers.values()))
 
     @property
     def unit(self) -> float | None:
@@ -348,11 +350,18 @@ class Group:
     def end(self, buffers: Mapping[str, torch.Tensor], samples: int) -> None:
         """Give buffers that differ their mean over members; see `make_alike`.
 
+        What training has made of another shape in one member than in others, or in some of them alone, as a
+        bank that grows, stays each one's own.
+
         Raises:
             ConnectionLostError: If a member is lost.
         """
         with self._sums.together() as group:
-            out = make_alike(group, buffers, dict.fromkeys(buffers, samples), self._device)
+            held, others = held_by_all(group, buffers, self._device)
+            out = make_alike(group, held, dict.fromkeys(held, samples), self._device)
+        if others and others != self._apart:
+            self._apart = others
+            log.warn(words_of_apart(others))
         if out:
             log.warn(words_of_left_out(out))
 
@@ -420,6 +429,15 @@ def words_of_left_out(out: Mapping[str, Sequence[int]]) -> str:
         f"in {whose} buffers are NaN or infinite ({next(iter(out))!r}{more}): flush() left these out of the "
         f"mean over members, and gave the others' mean to all. Look at the data there, and at what else "
         f"writes to these buffers"
+    )
+
+
+def words_of_apart(names: Sequence[str]) -> str:
+    """Say which buffers members hold in different shapes, or only some of them do."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"training has given members buffers of different shapes or dtypes, or some members alone have them "
+        f"({names[0]!r}{more}): these stay each member's own, as flush() has no mean to give of them"
     )
 
 

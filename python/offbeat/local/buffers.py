@@ -3,13 +3,14 @@
 import functools
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["few", "fits", "has_values", "put_values", "with_values"]
+__all__ = ["few", "fits", "has_values", "put_values", "with_values", "write"]
 
 FEW = 2**22
 """Numbers whose copies cost next to nothing: of float32, 16 MiB. The statistics of large nets are fewer."""
@@ -80,11 +81,22 @@ def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
         buffer = buffers.get(name)
         if buffer is None or buffer.shape != value.shape:
             continue
-        # Those that were made in inference mode are written to in it, and DTensors are compared in no such.
-        with torch.inference_mode() if buffer.is_inference() else torch.no_grad():
+        with _writing_to(buffer):
             there = value.to(buffer.device, buffer.dtype)
-            if bool((buffer == there).all()):  # torch.equal knows no float8
-                continue
+            if not bool((buffer == there).all()):  # torch.equal knows no float8
+                write(there, buffer)
+
+
+def write(value: torch.Tensor, to: torch.Tensor) -> None:
+    """Write values to a tensor of their shape, whichever way it lies in memory."""
+    with _writing_to(to):
+        if to.layout is torch.strided and not to.is_nested and 0 in to.stride():
             # An expanded one has fewer numbers than its shape says, and torch writes to none of them twice.
-            each_once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())
-            buffer[each_once].copy_(there[each_once])
+            each_once = tuple(slice(1) if stride == 0 else slice(None) for stride in to.stride())
+            value, to = value[each_once], to[each_once]
+        to.copy_(value)
+
+
+def _writing_to(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    # Those that were made in inference mode are written to in it, and DTensors are compared in no such.
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()

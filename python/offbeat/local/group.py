@@ -12,6 +12,7 @@ from torch import distributed
 
 from offbeat.errors import ConfigError, ModelMismatchError, StateError
 from offbeat.launchers import find
+from offbeat.local.buffers import write
 
 __all__ = [
     "MAKE_A_GROUP",
@@ -26,6 +27,7 @@ __all__ = [
     "digest",
     "gathered",
     "group_of",
+    "held_by_all",
     "is_alike",
     "is_other",
     "is_plain",
@@ -148,7 +150,7 @@ def check_alike(
     Raises:
         ModelMismatchError: In all members, naming the first that differs.
     """
-    rows = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    rows = [_described(name, tensor) for name, tensor in named]
     if is_alike(group, rows, device):
         return
     for other, theirs in enumerate(gathered(group, rows)):
@@ -158,6 +160,24 @@ def check_alike(
                     f"members hold different models: here comes {_row(one)}, and in member {other} "
                     f"{_row(two)}"
                 )
+
+
+def held_by_all(
+    group: "distributed.ProcessGroup", named: Mapping[str, torch.Tensor], device: torch.device
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Choose the tensors that all members hold in one shape, dtype and layout; in the same order in all.
+
+    Returns:
+        These, by name; and the names of those that only some hold so, in all members.
+    """
+    rows = {name: (*_described(name, tensor), str(tensor.layout)) for name, tensor in named.items()}
+    if is_alike(group, list(rows.values()), device):
+        return dict(named), []
+    everybody = gathered(group, rows)
+    names = dict.fromkeys(name for one in everybody for name in one)
+    are_held = {name: all(one.get(name) == everybody[0].get(name) for one in everybody) for name in names}
+    chosen = {name: named[name] for name, is_held in are_held.items() if is_held}
+    return chosen, [name for name, is_held in are_held.items() if not is_held]
 
 
 def check_made(group: "distributed.ProcessGroup", made: str, device: torch.device) -> None:
@@ -263,13 +283,13 @@ def take_first(group: "distributed.ProcessGroup", tensor: torch.Tensor) -> None:
                 # Torch copies as many values as there are, and no others.
                 torch.utils.swap_tensors(tensor, first)  # type: ignore[no-untyped-call]
             else:
-                tensor.copy_(first)
+                write(first, tensor)
             return
         # What is strided otherwise would travel with its gaps, and what is lazily conjugate without that.
         first = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if first.numel():  # as bytes: backends know few dtypes
             distributed.broadcast(first.reshape(-1).view(torch.uint8), group=group, group_src=0)
-            tensor.copy_(first)
+            write(first, tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -286,6 +306,12 @@ def is_other(mark: float, square: float, num_members: float) -> bool:
     """Tell by the sums over members of a digest and of its square whether one member's is another."""
     # n² times the variance of what is the same for all, or random.
     return square * num_members - mark**2 > ROUNDING * mark**2
+
+
+def _described(name: str, tensor: torch.Tensor) -> tuple[str, list[Any], str]:
+    """Give a tensor's name, shape and dtype, as JSON can have them."""
+    shape = [list(part.shape) for part in tensor.unbind()] if tensor.is_nested else list(tensor.shape)
+    return name, shape, str(tensor.dtype)
 
 
 def _row(row: object) -> str:

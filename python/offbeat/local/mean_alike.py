@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import distributed
 
+from offbeat.local.buffers import write
 from offbeat.local.flat import wide
 from offbeat.local.group import is_alike, is_plain, take_first
 
@@ -49,7 +50,7 @@ def make_alike(
             value = value * share if share else torch.zeros_like(value)
             # Backends do not add up complex numbers, all of them.
             distributed.all_reduce(torch.view_as_real(value) if value.is_complex() else value, group=group)
-            tensor.copy_(value)
+            write(value, tensor)
     return out
 
 

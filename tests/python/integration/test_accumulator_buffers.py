@@ -7,7 +7,7 @@ from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import NonFiniteError
+from offbeat.errors import ModelMismatchError, NonFiniteError
 from support.averaging import warned
 from support.group import together
 from support.small_net import normed
@@ -147,6 +147,8 @@ def held(kind, value):
     dense = torch.diag((torch.arange(6) < value).float())  # so many values as `value` says
     if kind in ("sparse", "csr"):
         return dense.to_sparse() if kind == "sparse" else dense.to_sparse_csr()
+    if kind == "expanded":
+        return torch.full((1, 2), float(value)).expand(2, 2)
     if kind == "lazily conjugate":
         return torch.full((2, 2), value * 1j).conj()
     return torch.full((2, 2), value, dtype=getattr(torch, kind))
@@ -181,7 +183,73 @@ def test_buffers_that_have_a_mean_get_it(kind):
 
 
 @pytest.mark.parametrize("writes", [False, True])
+def test_a_buffer_that_is_expanded_begins_as_the_first_members_and_gets_the_mean(writes):
+    first, second = together(ended, 2, "expanded", (4, 1), writes)
+    assert first == second == [[2.5 if writes else 4.0] * 2] * 2
+
+
+@pytest.mark.parametrize("writes", [False, True])
 def test_a_buffer_that_is_lazily_conjugate_gets_the_mean_of_its_values(writes):
     expected = -2.5j if writes else -4j  # what nobody writes to begins as the first member's
     first, second = together(ended, 2, "lazily conjugate", (4, 1), writes)
     assert first == second == [[expected] * 2] * 2
+
+
+class Grows(nn.Module):
+    """A net that keeps rows of its batches, and what it has seen first, beside statistics."""
+
+    def __init__(self, rows=0, dtype=torch.float32):
+        super().__init__()
+        self.net = model()
+        self.register_buffer("bank", torch.zeros(rows, 6, dtype=dtype))
+        self.register_buffer("first", None)
+
+    def forward(self, inputs):
+        if self.training:
+            self.bank = torch.cat([self.bank, inputs[:1]])
+            self.first = inputs[0] if self.first is None else self.first
+        return self.net(inputs)
+
+
+def ended_with_others(rank, num_batches):
+    ours = offbeat.AsyncGradientAccumulator(Grows(), 2)
+    told = []
+    for number in range(num_batches[rank]):
+        inputs, targets = micro_batch(rank, number)
+        ours.train_step(inputs=inputs, targets=targets, optimizer=SPEC, loss_fn=LOSS)
+    before = [ours.model.bank.tolist(), None if ours.model.first is None else ours.model.first.tolist()]
+    for _ in range(2):
+        with warned() as texts:
+            ours.flush(optimizer=SPEC)
+        told.append(list(texts))
+    after = [ours.model.bank.tolist(), None if ours.model.first is None else ours.model.first.tolist()]
+    values = [p.tolist() for p in ours.model.parameters()] + [ours.model.net[1].running_mean.tolist()]
+    return before, after, values, told
+
+
+@pytest.mark.parametrize("num_batches", [(3, 2), (2, 3), (2, 0), (0, 3)], ids=str)
+def test_what_members_have_grown_differently_stays_their_own_and_is_told_of_once(num_batches):
+    one, other = together(ended_with_others, 2, num_batches)
+    assert one[2] == other[2], "all else is alike"
+    for (before, after, _, (first, second)), num in zip((one, other), num_batches, strict=True):
+        assert len(before[0]) == num
+        assert before[0] == after[0]
+        assert 0 not in num_batches or before == after
+        assert len(first) == 1
+        assert "different shapes or dtypes, or some members alone have them ('bank'" in first[0]
+        assert ("and 1 more" in first[0]) == (0 in num_batches)
+        assert second == []
+
+
+def of_another_buffer(rank, rows, kinds):
+    try:
+        offbeat.AsyncGradientAccumulator(Grows(rows[rank], getattr(torch, kinds[rank])), 2)
+    except ModelMismatchError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("rows", "kinds"), [((2, 3), ("float32",) * 2), ((2, 2), ("float32", "float64"))])
+def test_members_whose_buffers_differ_in_shape_or_dtype_are_refused_by_name(rows, kinds):
+    for text in together(of_another_buffer, 2, rows, kinds):
+        assert text.startswith("members hold different models: here comes 'bank' of shape [")
