@@ -215,18 +215,19 @@ def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None
     if factor == 1.0:
         yield
         return
-    before: list[Any] = []
+    held: list[tuple[Any, Any]] = []  # by group the rate that was set, and the scaled one
 
     def multiply(*_: object) -> None:
         restore()  # where a step calls the one of its base class, that has hooks, too
-        before.extend(group["lr"] for group in optimizer.param_groups)
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
+        held.extend((group["lr"], group["lr"] * factor) for group in optimizer.param_groups)
+        for group, (_, scaled) in zip(optimizer.param_groups, held, strict=True):
+            group["lr"] = scaled
 
     def restore(*_: object) -> None:
-        for group, rate in zip(optimizer.param_groups, before, strict=False):
-            group["lr"] = rate
-        before.clear()
+        for group, (rate, scaled) in zip(optimizer.param_groups, held, strict=False):
+            if bool(group["lr"] == scaled):  # else the step has set it itself
+                group["lr"] = rate
+        held.clear()
 
     first = optimizer.register_step_pre_hook(multiply)  # behind all that there are
     last = optimizer.register_step_post_hook(restore)

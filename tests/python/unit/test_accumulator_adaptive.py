@@ -55,6 +55,39 @@ class Based(torch.optim.SGD):
         return super().step(closure)
 
 
+class SetsItsRate(torch.optim.SGD):
+    """One whose step has a schedule of its own, and calls that of its base class."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        self.param_groups[0]["lr"] = 0.1 / self.num_steps
+        return super().step(closure)
+
+
+def test_a_rate_that_a_step_sets_itself_is_what_is_multiplied():
+    trained = model()
+    live, rates = SetsItsRate(trained.parameters(), lr=7.0), []
+    torch.optim.SGD(trained.parameters())
+    ours = adaptive(trained)
+    weight = trained[0].weight
+    before = weight.detach().clone()
+
+    def see(parameter):  # within the step: the gradient is there, the step not
+        rates.append((parameter.grad.clone(), before.copy_(parameter.detach())))
+
+    live.register_step_pre_hook(lambda *_: see(weight))
+    for number in range(200):
+        train(ours, [number], live)
+        if ours.is_update_step():
+            rate = 0.1 / live.num_steps
+            gradient, was = rates[-1]
+            assert torch.allclose(weight, was - rate * ours.gain * gradient, atol=1e-6)
+            assert live.param_groups[0]["lr"] == rate
+    assert ours.gain > 1.1
+
+
 @pytest.mark.parametrize(
     ("kind", "lr", "power"),
     [
