@@ -319,7 +319,7 @@ class Rounds:
             are_alike = not round_.is_pairwise and not self.method.has_centre
             self._trained.note_met(round_.parameters, are_alike=are_alike)
         if heard.are_agreed:
-            self._follow(wanted.plan, round_)
+            self._follow(wanted.plan, round_, is_brought=heard.is_brought)
         # What was written meanwhile is training, and what was here is none.
         self._trained.note_written(since=round_.writes, until=before)
         return outcome
@@ -489,7 +489,7 @@ class Rounds:
         """Give what a fragment's rounds average."""
         return self._trained.of(self._fragments[fragment])
 
-    def _follow(self, plan: _Plan, round_: _UnderWay) -> None:
+    def _follow(self, plan: _Plan, round_: _UnderWay, *, is_brought: bool) -> None:
         """Do from the next round on what all members want by now.
 
         What is trained from here on was in no round yet: the next one has it, or else the end. And what is
@@ -498,13 +498,14 @@ class Rounds:
         Args:
             plan: What they want.
             round_: In which they have told it.
+            is_brought: Whether what this member has of that was in it.
         """
         has_other_method, had_centre = plan.method != self._method, self._method.has_centre
         this = round_.fragment
         differ = {
             place
             for number, fragment in enumerate(self._fragments)
-            if number != this or self._are_apart[number] or had_centre
+            if number != this or self._are_apart[number] or had_centre or not is_brought
             for place in fragment
         }
         self._method = plan.method

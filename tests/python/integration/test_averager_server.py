@@ -738,6 +738,65 @@ def test_one_that_stands_still_for_longer_than_the_lease_loses_nothing(server, i
     assert held_number(server) == 9.0
 
 
+STANDING_STILL_AS_IT_FREEZES = """
+import sys
+import torch
+from torch import nn
+import offbeat
+
+made = nn.Module()
+made.register_parameter("head", nn.Parameter(torch.zeros(1)))
+made.register_parameter("body", nn.Parameter(torch.zeros(1)))
+with offbeat.AsyncModelAverager(
+    made, 1, 0, communication_backend="tcp", server_address=sys.argv[1], averaging_frequency=4, overlap=False,
+) as ours:
+
+    def train(num):
+        for _ in range(num):
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    parameter += parameter.requires_grad
+            ours.step(1)
+
+    train(6)
+    made.body.requires_grad_(requires_grad=False)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    train(6)
+    print("met", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_what_is_frozen_as_a_round_does_not_take_it_comes_with_the_next(server):
+    with subprocess.Popen(
+        [sys.executable, "-c", STANDING_STILL_AS_IT_FREEZES, server.address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": TESTS},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "ready\n"
+            freeze(process)
+            with offbeat.Client(server.address, contribution="delta") as other:
+                held = other.pull()  # else what it has read would be the newest still
+                assert other.push({name: np.zeros_like(array) for name, array in held.items()}).applied
+            wait_for(
+                lambda: "lost" in [worker["state"] for worker in server.status()["workers"]], timeout_s=40
+            )
+            wake(process)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "met\n"
+            assert server.status()["rejected"] == {"slept": 1}
+            assert {name: value.item() for name, value in server.state_dict().items()} == {
+                "head": 12.0,
+                "body": 6.0,
+            }
+            process.communicate("\n", timeout=60)
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
 STANDING_STILL_BESIDE_OTHERS = """
 import sys
 import offbeat
