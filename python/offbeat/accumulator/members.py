@@ -25,11 +25,12 @@ from offbeat.local.group import (
     is_alike,
     is_other,
     listed,
+    words_of_apart,
 )
 from offbeat.local.mean_alike import make_alike
 from offbeat.local.sums import Sums
 
-__all__ = ["Alone", "Group", "Members", "Total", "words_of_apart", "words_of_left_out"]
+__all__ = ["Alone", "Group", "Members", "Total", "words_of_left_out"]
 
 T = TypeVar("T")
 
@@ -204,7 +205,7 @@ class Group:
         Args:
             group: Of the members.
             named: The parameters, each once, with its name.
-            buffers: By name; they begin alike, too.
+            buffers: By name; those begin alike, too, that all hold in one shape.
             is_divided: Totals are, by the counts of all.
             setting: What else has to be the same in all members: it says how much they send one another.
 
@@ -237,10 +238,12 @@ class Group:
         self._sums = Sums.among(group, of="the gradients")
         with self._sums.together() as own:
             check_made(own, "AsyncGradientAccumulator", self._device)
-            check_alike(own, [*named, *buffers.items()], self._device)
+            check_alike(own, named, self._device)
             alike = {**setting, **self._by_name(self._is_sent)}
             check_settings(own, alike, self._device, how="members accumulate differently")
-            begin_alike(own, (*(parameter for _, parameter in named), *buffers.values()))
+            held, apart = held_by_all(own, buffers, self._device)
+            begin_alike(own, (*(parameter for _, parameter in named), *held.values()))
+        self._tell_of_apart(apart)
 
     @property
     def unit(self) -> float | None:
@@ -357,11 +360,9 @@ class Group:
             ConnectionLostError: If a member is lost.
         """
         with self._sums.together() as group:
-            held, others = held_by_all(group, buffers, self._device)
+            held, apart = held_by_all(group, buffers, self._device)
             out = make_alike(group, held, dict.fromkeys(held, samples), self._device)
-        if others and others != self._apart:
-            self._apart = others
-            log.warn(words_of_apart(others))
+        self._tell_of_apart(apart)
         if out:
             log.warn(words_of_left_out(out))
 
@@ -382,6 +383,11 @@ class Group:
         self._unsent = []
         self._sums.begin(self._gained.sums)
         self._sums.finish()
+
+    def _tell_of_apart(self, names: list[str]) -> None:
+        if names and names != self._apart:
+            log.warn(words_of_apart(names))
+        self._apart = names
 
     def _raise_unlike(self) -> NoReturn:
         """Tell in what members differ; all of them come here, as they have heard the same."""
@@ -429,15 +435,6 @@ def words_of_left_out(out: Mapping[str, Sequence[int]]) -> str:
         f"in {whose} buffers are NaN or infinite ({next(iter(out))!r}{more}): flush() left these out of the "
         f"mean over members, and gave the others' mean to all. Look at the data there, and at what else "
         f"writes to these buffers"
-    )
-
-
-def words_of_apart(names: Sequence[str]) -> str:
-    """Say which buffers members hold in different shapes, or only some of them do."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"training has given members buffers of different shapes or dtypes, or some members alone have them "
-        f"({names[0]!r}{more}): these stay each member's own, as flush() has no mean to give of them"
     )
 
 

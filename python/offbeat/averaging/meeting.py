@@ -146,14 +146,17 @@ class Meeting:
         if group is None or size == 1:
             method.check_for(size)
             return Joined(Alone(), 0)
-        buffers = {id(buffer): (name, buffer) for name, buffer in model.named_buffers()}
+        buffers = dict(model.named_buffers())
+        averaged = {id(part) for part in Statistics(model).buffers()}
+        statistics = [(name, buffer) for name, buffer in buffers.items() if id(buffer) in averaged]
         # A member waits for the others' next round, which may be as far away as a round is long.
         more_time = timedelta(seconds=pace.every if isinstance(pace, Seconds) else 0.0)
         alike = settings_by_name(method, setting)
         alike |= {f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in named}
         members = Group(
             group,
-            [*named, *buffers.values()],
+            [*named, *statistics],
+            buffers={name: buffer for name, buffer in buffers.items() if id(buffer) not in averaged},
             setting=alike,
             more_time=more_time,
             check=lambda: method.check_for(size),

@@ -23,8 +23,10 @@ from offbeat.local.group import (
     check_device,
     check_made,
     check_settings,
+    held_by_all,
     is_alike,
     is_other,
+    words_of_apart,
 )
 from offbeat.local.mean_alike import make_alike as give_mean
 from offbeat.local.sums import Sums
@@ -356,6 +358,7 @@ class Group:
         group: distributed.ProcessGroup,
         named: Sequence[tuple[str, torch.Tensor]],
         *,
+        buffers: Mapping[str, torch.Tensor],
         setting: Mapping[str, object],
         more_time: timedelta,
         check: Callable[[], None] = lambda: None,
@@ -364,7 +367,8 @@ class Group:
 
         Args:
             group: The members.
-            named: Parameters and buffers, each once, with its name.
+            named: What rounds average, each once, with its name.
+            buffers: Others, by name; those begin alike, too, that all hold in one shape.
             setting: What has to be the same in all members, as JSON can have it, by its name for people.
             more_time: How much longer a round waits for others than the group given does.
             check: Raises if `setting` cannot be used by so many; called once it is the same in all members,
@@ -386,7 +390,10 @@ class Group:
             check_alike(own, named, self._device)
             check_settings(own, setting, self._device, how="members average differently", show=_said)
             check()
-            begin_alike(own, (tensor for _, tensor in named))
+            held, apart = held_by_all(own, buffers, self._device)
+            begin_alike(own, (*(tensor for _, tensor in named), *held.values()))
+        if apart:  # as training has made them
+            log.warn(words_of_apart(apart))
         self._twos: _Twos | None = None
         self._values: Flat = {}
         self._facts = self._statistics = torch.empty(0)

@@ -88,12 +88,18 @@ def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
 
 
 def write(value: torch.Tensor, to: torch.Tensor) -> None:
-    """Write values to a tensor of their shape, whichever way it lies in memory."""
+    """Write values to a tensor of their shape, whichever way it lies in memory.
+
+    One that is expanded has fewer numbers than its shape says, and torch writes to none of them twice; where
+    values differ along there, it gets memory for all of them.
+    """
     with _writing_to(to):
         if to.layout is torch.strided and not to.is_nested and 0 in to.stride():
-            # An expanded one has fewer numbers than its shape says, and torch writes to none of them twice.
             each_once = tuple(slice(1) if stride == 0 else slice(None) for stride in to.stride())
-            value, to = value[each_once], to[each_once]
+            if bool((value == value[each_once]).all()):
+                value, to = value[each_once], to[each_once]
+            else:
+                to.data = to.contiguous()
         to.copy_(value)
 
 

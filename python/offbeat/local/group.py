@@ -35,6 +35,7 @@ __all__ = [
     "own_group",
     "take_first",
     "timeout_of",
+    "words_of_apart",
 ]
 
 T = TypeVar("T")
@@ -178,6 +179,15 @@ def held_by_all(
     are_held = {name: all(one.get(name) == everybody[0].get(name) for one in everybody) for name in names}
     chosen = {name: named[name] for name, is_held in are_held.items() if is_held}
     return chosen, [name for name, is_held in are_held.items() if not is_held]
+
+
+def words_of_apart(names: Sequence[str]) -> str:
+    """Say which buffers are not `held_by_all`."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"members hold buffers in different shapes or dtypes, or some members alone have them ({names[0]!r}"
+        f"{more}): these stay each member's own, as there is no mean of them"
+    )
 
 
 def check_made(group: "distributed.ProcessGroup", made: str, device: torch.device) -> None:

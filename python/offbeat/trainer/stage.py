@@ -9,6 +9,7 @@ from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
 from offbeat.averaging.methods import Method
 from offbeat.errors import OtherTermsError, StateError
+from offbeat.local.buffers import write
 from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
 from offbeat.trainer.next import next_of
@@ -156,9 +157,8 @@ class Stage:
         self._kind = kind_at(self.schedule, epoch)
         self.strategy = self._made_for(epoch)  # members of a group begin with the first's
         if not self.strategy.has_joined_others:
-            with torch.no_grad():
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
+            for tensor, value in zip(tensors, values, strict=True):
+                write(value, tensor)
         elif not all(map(torch.equal, tensors, values)):
             log.announce(GONE_ON)
         self.strategy.load_state_dict(state["work"])

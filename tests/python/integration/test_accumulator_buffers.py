@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat import optim
@@ -241,15 +242,64 @@ def test_what_members_have_grown_differently_stays_their_own_and_is_told_of_once
         assert second == []
 
 
-def of_another_buffer(rank, rows, kinds):
+def begun_with_another_buffer(rank, made, rows, kinds):
+    grown = Grows(rows[rank], getattr(torch, kinds[rank]))
+    with torch.no_grad():
+        for tensor in (*grown.parameters(), grown.net[1].running_mean, grown.bank):
+            tensor.fill_(rank)
+    with warned() as texts:
+        if made == "accumulator":
+            offbeat.AsyncGradientAccumulator(grown, 2)
+        else:
+            offbeat.AsyncModelAverager(grown)
+    bank = grown.bank.tolist()
+    return bank, [p.abs().max().item() for p in grown.parameters()], grown.net[1].running_mean.tolist(), texts
+
+
+@pytest.mark.parametrize("made", ["accumulator", "averager"])
+@pytest.mark.parametrize(("rows", "kinds"), [((2, 3), ("float32",) * 2), ((2, 2), ("float32", "float64"))])
+def test_members_begin_alike_but_for_buffers_that_they_hold_in_different_shapes_or_dtypes(made, rows, kinds):
+    found = together(begun_with_another_buffer, 2, made, rows, kinds)
+    for rank, (bank, largest, mean, texts) in enumerate(found):
+        assert bank == [[rank] * 6] * rows[rank]
+        assert largest == [0.0] * len(largest)
+        assert mean == [0.0] * 8
+        assert [text.partition(" (")[0] for text in texts] == [
+            "members hold buffers in different shapes or dtypes, or some members alone have them"
+        ]
+
+
+def of_other_statistics(rank):
     try:
-        offbeat.AsyncGradientAccumulator(Grows(rows[rank], getattr(torch, kinds[rank])), 2)
+        offbeat.AsyncModelAverager(nn.Sequential(nn.BatchNorm1d(6 + rank, affine=False), nn.Linear(6, 5)))
     except ModelMismatchError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize(("rows", "kinds"), [((2, 3), ("float32",) * 2), ((2, 2), ("float32", "float64"))])
-def test_members_whose_buffers_differ_in_shape_or_dtype_are_refused_by_name(rows, kinds):
-    for text in together(of_another_buffer, 2, rows, kinds):
-        assert text.startswith("members hold different models: here comes 'bank' of shape [")
+def test_statistics_that_are_averaged_have_to_be_of_one_size():
+    for text in together(of_other_statistics, 2):
+        assert text.startswith("members hold different models: here comes '0.running_mean' of shape [")
+
+
+def in_stages(rank, schedule):
+    trained = Grows()
+    ours = offbeat.AsyncTrainer(
+        trained, strategy=schedule, local_batch_size=8, warm_up_epochs=1, warm_up_sync_frequency=2,
+        regular_sync_frequency=3, overlap=False,
+    )  # fmt: skip
+    inputs, targets = (
+        torch.cat(parts) for parts in zip(*(micro_batch(rank, n) for n in range(10 + 2 * rank)), strict=True)
+    )
+    ours.train(dataset=TensorDataset(inputs, targets), epochs=4, optimizer=optim.Adam(lr=0.01), loss_fn=LOSS)
+    ours.close()
+    return len(trained.bank), [p.tolist() for p in trained.parameters()]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["accumulate", "average", {0: "average", 2: "accumulate", 3: "diloco"}], ids=str
+)
+def test_a_trainer_goes_from_stage_to_stage_with_what_members_have_grown_differently(schedule):
+    (rows, one), (more_rows, other) = together(in_stages, 2, schedule)
+    assert (rows, more_rows) == (4 * 5, 4 * 6)
+    assert one == other

@@ -11,7 +11,7 @@ from offbeat import optim
 from offbeat.accumulator.kept_buffers import KeptBuffers, is_kept, is_ruined
 from offbeat.accumulator.members import words_of_left_out
 from offbeat.errors import ConfigError, NonFiniteError
-from offbeat.local.buffers import FEW, few
+from offbeat.local.buffers import FEW, few, write
 from offbeat.local.mean_alike import left_out, shares
 
 LOSS = nn.CrossEntropyLoss()
@@ -303,6 +303,21 @@ def test_buffers_that_were_replaced_go_back_whatever_by_and_one_that_was_resized
     assert (held.fixed.tolist(), held.own.tolist()) == ([0.0, 0.0], [1.0, 1.0])
     kept.begin()
     assert held.resized.tolist() == [1.0] * 3
+
+
+def test_an_expanded_tensor_is_written_once_and_has_memory_of_its_own_where_values_part():
+    held = Buffered(flat=torch.zeros(2, 1).expand(2, 4))
+    flat = held.flat
+    write(torch.ones(2, 4), flat)
+    assert (flat.stride(), flat.tolist()) == ((1, 0), [[1.0] * 4] * 2)
+    values = torch.arange(8.0).view(2, 4)
+    write(values, flat)
+    assert held.flat is flat
+    assert torch.equal(flat, values)
+    with torch.inference_mode():
+        fixed = torch.zeros(2, 1).expand(2, 4)
+    write(values, fixed)
+    assert torch.equal(fixed, values)
 
 
 class OwnNorm(nn.Module):

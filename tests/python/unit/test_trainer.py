@@ -553,6 +553,23 @@ def test_accumulating_is_the_accumulator_by_hand():
     assert trainer.history.steps == 5 + 5
 
 
+def test_a_state_is_loaded_beside_buffers_that_are_expanded_or_of_inference_mode():
+    def made():
+        held = model()
+        held.register_buffer("flat", torch.ones(1).expand(4), persistent=False)
+        with torch.inference_mode():
+            held.register_buffer("fixed", torch.ones(2), persistent=False)
+        return offbeat.AsyncTrainer(held, strategy="local")
+
+    ours, other = made(), made()
+    train(ours, optim.Adam(lr=0.1))
+    other.model.load_state_dict(ours.model.state_dict())
+    other.load_state_dict(copy.deepcopy(ours.state_dict()), optimizer=optim.Adam(lr=0.1))
+    for one in (ours, other):
+        train(one, optim.Adam(lr=0.1), epochs=1)
+    assert same(ours.model, other.model)
+
+
 @pytest.mark.parametrize(("every", "warned"), [(9, 0), (10, 1)])
 def test_an_epoch_of_less_than_one_update_is_warned_of_once(every, warned, caplog):
     def breaks():
