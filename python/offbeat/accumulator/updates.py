@@ -210,6 +210,8 @@ def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None
     AdaptDL has it (Qiao et al., 2021): their steps grow no longer with the gradient.
 
     Hooks of the step see the rates as they were set: one that lets a scheduler step reads and writes them.
+    What the step itself makes of a rate is taken as made of the scaled one: so nothing is scaled twice, and
+    no gain stays in a rate.
     """
     factor = gain if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD) else gain**0.5
     if factor == 1.0:
@@ -218,15 +220,15 @@ def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None
     held: list[tuple[Any, Any]] = []  # by group the rate that was set, and the scaled one
 
     def multiply(*_: object) -> None:
-        restore()  # where a step calls the one of its base class, that has hooks, too
+        if held:  # the step calls the one of its base class, that has hooks, too
+            return
         held.extend((group["lr"], group["lr"] * factor) for group in optimizer.param_groups)
         for group, (_, scaled) in zip(optimizer.param_groups, held, strict=True):
             group["lr"] = scaled
 
     def restore(*_: object) -> None:
         for group, (rate, scaled) in zip(optimizer.param_groups, held, strict=False):
-            if bool(group["lr"] == scaled):  # else the step has set it itself
-                group["lr"] = rate
+            group["lr"] = rate if bool(group["lr"] == scaled) else group["lr"] / factor
         held.clear()
 
     first = optimizer.register_step_pre_hook(multiply)  # behind all that there are

@@ -55,36 +55,50 @@ class Based(torch.optim.SGD):
         return super().step(closure)
 
 
-class SetsItsRate(torch.optim.SGD):
-    """One whose step has a schedule of its own, and calls that of its base class."""
+def one_that_sets_its_rate(base, is_before, is_relative):
+    """Give a class of optimizers with a schedule of its own, before or behind its base class's step."""
 
-    num_steps = 0
+    class SetsItsRate(base):
+        num_steps = 0
 
-    def step(self, closure=None):
-        self.num_steps += 1
-        self.param_groups[0]["lr"] = 0.1 / self.num_steps
-        return super().step(closure)
+        def step(self, closure=None):
+            if not is_before:
+                super().step(closure)
+            self.num_steps += 1
+            rate = self.param_groups[0]["lr"] * 0.99 if is_relative else 0.1 * 0.99**self.num_steps
+            self.param_groups[0]["lr"] = rate
+            return super().step(closure) if is_before else None
+
+    return SetsItsRate
 
 
-def test_a_rate_that_a_step_sets_itself_is_what_is_multiplied():
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_step_that_sets_its_rate_is_scaled_at_most_once_and_keeps_no_gain(
+    is_hooked, is_before, is_relative
+):
+    class Base(torch.optim.SGD):  # which has no hooks yet, as torch gives them to a class
+        def step(self, closure=None):
+            return super().step(closure)
+
     trained = model()
-    live, rates = SetsItsRate(trained.parameters(), lr=7.0), []
-    torch.optim.SGD(trained.parameters())
-    ours = adaptive(trained)
-    weight = trained[0].weight
-    before = weight.detach().clone()
-
-    def see(parameter):  # within the step: the gradient is there, the step not
-        rates.append((parameter.grad.clone(), before.copy_(parameter.detach())))
-
-    live.register_step_pre_hook(lambda *_: see(weight))
+    live = one_that_sets_its_rate(Base, is_before, is_relative)(trained.parameters(), lr=0.1)
+    if is_hooked:
+        Base(trained.parameters())
+    ours, weight, seen = adaptive(trained), trained[0].weight, []
+    live.register_step_pre_hook(lambda *_: seen.append((weight.detach().clone(), weight.grad.clone())))
     for number in range(200):
+        seen.clear()
         train(ours, [number], live)
         if ours.is_update_step():
-            rate = 0.1 / live.num_steps
-            gradient, was = rates[-1]
-            assert torch.allclose(weight, was - rate * ours.gain * gradient, atol=1e-6)
-            assert live.param_groups[0]["lr"] == rate
+            (was, gradient), gain = seen[0], ours.gain
+            made = ((was - weight) * gradient).sum() / gradient.square().sum()
+            rate = 0.1 * 0.99 ** (live.num_steps - (not is_before))
+            assert 0.0 < made.item() <= rate * gain * 1.001
+            if is_relative:
+                assert made.item() == pytest.approx(rate * gain, rel=1e-3)
+                assert live.param_groups[0]["lr"] == pytest.approx(0.1 * 0.99**live.num_steps)
     assert ours.gain > 1.1
 
 
