@@ -10,10 +10,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offbeat.local.flat import wide
+
 __all__ = ["few", "fits", "has_values", "put_values", "with_values", "write"]
 
 FEW = 2**22
 """Numbers whose copies cost next to nothing: of float32, 16 MiB. The statistics of large nets are fewer."""
+
+
+ROUNDING = 1000
+"""Epsilons by which numbers that are one in each member may part in a mean."""
 
 
 def few(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,11 +102,20 @@ def write(value: torch.Tensor, to: torch.Tensor) -> None:
     with _writing_to(to):
         if to.layout is torch.strided and not to.is_nested and 0 in to.stride():
             each_once = tuple(slice(1) if stride == 0 else slice(None) for stride in to.stride())
-            if bool((value == value[each_once]).all()):
+            if _are_alike(value, value[each_once]):
                 value, to = value[each_once], to[each_once]
             else:
                 to.data = to.contiguous()
         to.copy_(value)
+
+
+def _are_alike(values: torch.Tensor, first: torch.Tensor) -> bool:
+    """Tell whether all values along some dimensions are the first; in a sum over members they round apart."""
+    if not (values.is_floating_point() or values.is_complex()):
+        return bool((values == first).all())
+    values, first = (part.to(wide(part.dtype)) for part in (values, first))
+    rtol = ROUNDING * torch.finfo(values.dtype).eps
+    return bool(torch.isclose(values, first, rtol=rtol, atol=0.0, equal_nan=True).all())
 
 
 def _writing_to(tensor: torch.Tensor) -> AbstractContextManager[None]:

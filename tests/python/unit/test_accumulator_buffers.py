@@ -310,6 +310,9 @@ def test_an_expanded_tensor_is_written_once_and_has_memory_of_its_own_where_valu
     flat = held.flat
     write(torch.ones(2, 4), flat)
     assert (flat.stride(), flat.tolist()) == ((1, 0), [[1.0] * 4] * 2)
+    write(torch.tensor([[0.1], [NAN]]) + 1e-9 * torch.arange(4.0), flat)  # as the sums of many members
+    assert flat.stride() == (1, 0)
+    assert flat[0].tolist() == pytest.approx([0.1] * 4)
     values = torch.arange(8.0).view(2, 4)
     write(values, flat)
     assert held.flat is flat
