@@ -91,8 +91,10 @@ class AsyncGradientAccumulator:
     whichever is more: from 1 to what the sizes say, which it begins with. The learning rate that is set is
     taken for one of a single micro-batch of a single member; while the optimizer steps, and only then, it is
     multiplied by AdaScale's gain (Johnson et al., 2020) for SGD, and by its square root for optimizers that
-    divide by what gradients were before. All members decide by the same sums, one update late. Alone, where
-    one micro-batch is enough, each eighth update is of two, as of one alone no noise can be seen.
+    divide by what gradients were before. A rate is best set by a scheduler: of an optimizer whose own step
+    sets it a warning tells, and one that makes its own, without an ``"lr"``, gets no gain. All members decide
+    by the same sums, one update late. Alone, where one micro-batch is enough, each eighth update is of two,
+    as of one alone no noise can be seen.
 
     With a `worker` each window is one push of the worker's: the accumulator owns accumulation, and the
     worker's `update_frequency` is 1. Whether a push travels behind the next window's work is the worker's
@@ -727,7 +729,8 @@ class AsyncGradientAccumulator:
         live = None if self._members.size == 1 else self._updates.own
         if live is None:
             return None
-        return [float(group["lr"]) * factor_of(live) for group in live.param_groups]
+        rates = [group.get("lr") for group in live.param_groups]
+        return [0.0 if rate is None else float(rate) * factor_of(live) for rate in rates]
 
     def _catch_up(self) -> None:
         """Do what the total under way leads to: an update, or the end of a `flush` that was broken off."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from offbeat import trained_by
 from offbeat.errors import NonFiniteError
-from offbeat.local import LocalOptimizer
+from offbeat.local import LocalOptimizer, lr_scale
 
 __all__ = ["LocalUpdates", "Scaler", "Updates", "kept_in", "on"]
 
@@ -182,7 +182,7 @@ class LocalUpdates:
         with self._scaler.unscaled(gradients, live, scale) as is_finite:
             if is_finite:
                 has_any = any(gradient is not None for gradient in gradients)
-                with scaled_rates(live, gain):
+                with lr_scale.scaled(live, _factor(live, gain)):
                     self._scaler.step(live) if has_any else live.step()
             return is_finite
 
@@ -202,45 +202,13 @@ def on(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | No
             parameter.grad = None
 
 
-@contextmanager
-def scaled_rates(optimizer: torch.optim.Optimizer, gain: float) -> Iterator[None]:
-    """Multiply learning rates by AdaScale's gain while the optimizer steps, and nowhere else.
+def _factor(optimizer: torch.optim.Optimizer, gain: float) -> float:
+    """Give what AdaScale's gain is to learning rates.
 
     Optimizers that divide by what gradients were before (all but SGD and ASGD) get its square root, as
     AdaptDL has it (Qiao et al., 2021): their steps grow no longer with the gradient.
-
-    Hooks of the step see the rates as they were set: one that lets a scheduler step reads and writes them.
-    What the step itself makes of a rate is taken as made of the scaled one: so nothing is scaled twice, and
-    no gain stays in a rate.
     """
-    factor = gain if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD) else gain**0.5
-    if factor == 1.0:
-        yield
-        return
-    held: list[tuple[Any, Any]] = []  # by group the rate that was set, and the scaled one
-
-    def multiply(*_: object) -> None:
-        if held:  # the step calls the one of its base class, that has hooks, too
-            return
-        held.extend((group["lr"], group["lr"] * factor) for group in optimizer.param_groups)
-        for group, (_, scaled) in zip(optimizer.param_groups, held, strict=True):
-            group["lr"] = scaled
-
-    def restore(*_: object) -> None:
-        for group, (rate, scaled) in zip(optimizer.param_groups, held, strict=False):
-            group["lr"] = rate if bool(group["lr"] == scaled) else group["lr"] / factor
-        held.clear()
-
-    first = optimizer.register_step_pre_hook(multiply)  # behind all that there are
-    last = optimizer.register_step_post_hook(restore)
-    hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001  torch prepends only a module's
-    hooks.move_to_end(last.id, last=False)
-    try:
-        yield
-    finally:
-        first.remove()
-        last.remove()
-        restore()  # where the step raised
+    return gain if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD) else gain**0.5
 
 
 def _check_finite(gradients: Sequence[torch.Tensor], number: int, whose: str) -> None:

@@ -2,12 +2,19 @@
 
 What stands in the parameter groups stays the user's and the scheduler's: one that computes each rate anew
 would undo a change there with its next step, and one that multiplies would keep it for ever. So no other hook
-of the step sees the scaled rate either: one that lets a scheduler step reads and writes what was set.
+of the step, and no closure, sees the scaled rate either: one that lets a scheduler step reads and writes what
+was set.
+
+The code of a step reads the scaled rate, as it has to. A step that sets its own rate may make it of that one,
+or of nothing that is there, and nobody can tell which by the value. It is taken as made of the scaled one, so
+that no factor stays in a rate and grows there with each step; and as the other kind is then off by the factor
+until it is set again, the user is told.
 """
 
 import math
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +22,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offbeat import log
 from offbeat.local.every_step import before_every_step, with_closure
 
-__all__ = ["arrange", "factor_of", "listen", "scale", "unscale"]
+__all__ = ["arrange", "arrange_within", "factor_of", "listen", "scale", "scaled", "unscale"]
+
+Rate = float | torch.Tensor
 
 
 @dataclass(slots=True)
@@ -27,13 +37,15 @@ class _Scaled:
     Attributes:
         factors: What its rates are multiplied by, each until it is taken back.
         hooks: Before its step, after it, and before its state is taken; None where there are none yet.
-        held: By group the rate that was set and the scaled one, while it steps.
+        held: While it steps, each group that has a rate, with the one that was set and the scaled one.
+        by: What the scaled ones were multiplied by.
         thread: Which it does so on.
     """
 
     factors: list[float] = field(default_factory=list)
     hooks: tuple[RemovableHandle, ...] | None = None
-    held: list[tuple[Any, Any]] = field(default_factory=list)
+    held: list[tuple[dict[str, Any], Rate, Rate]] = field(default_factory=list)
+    by: float = 1.0
     thread: int = 0
 
     @property
@@ -44,6 +56,7 @@ class _Scaled:
 
 # By identity: a class of optimizers may have an equality of its own, and then perhaps no hash.
 _scaled: MutableMapping[torch.optim.Optimizer, _Scaled] = WeakIdKeyDictionary()
+_told: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
 
 
 def factor_of(optimizer: torch.optim.Optimizer) -> float:
@@ -73,6 +86,21 @@ def unscale(optimizer: torch.optim.Optimizer, by: float) -> None:
         _put_back(optimizer, known)
 
 
+@contextmanager
+def scaled(optimizer: torch.optim.Optimizer, by: float) -> Iterator[None]:
+    """Multiply an optimizer's learning rates for the steps that are made meanwhile, by whatever else is."""
+    if by == 1.0:
+        yield
+        return
+    scale(optimizer, by)
+    known = _scaled[optimizer]
+    try:
+        yield
+    finally:
+        _put_back(optimizer, known, is_by_step=True)  # where one raised
+        unscale(optimizer, by)
+
+
 def listen() -> None:
     """Hear of each step of any optimizer, of which those that are scaled need it; from the first time on.
 
@@ -90,7 +118,8 @@ def arrange(optimizer: torch.optim.Optimizer) -> None:
     """
     if (known := _scaled.get(optimizer)) is None:
         return
-    _put_back(optimizer, known)  # a step that raised has left them
+    # A step calls the one of its base class; else one that raised has left them, and a user has come since.
+    _put_back(optimizer, known, is_by_step=_num_hooked(type(optimizer)) > 1)
     if not known.factors:
         del _scaled[optimizer]
         for hook in known.hooks or ():
@@ -108,9 +137,21 @@ def arrange(optimizer: torch.optim.Optimizer) -> None:
     hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)  # noqa: SLF001  see above
 
 
+def arrange_within(optimizer: torch.optim.Optimizer) -> None:
+    """Do likewise in the closure of a step, of which the hooks are through: what follows that is scaled."""
+    arrange(optimizer)
+    if (known := _scaled.get(optimizer)) is not None:
+        _multiply(optimizer, known)
+
+
 def _arrange(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     del args, kwargs
     arrange(optimizer)
+
+
+def _num_hooked(kind: type[torch.optim.Optimizer]) -> int:
+    """Count the steps of a class and of those that it is based on by which torch calls hooks, as it marks."""
+    return sum(getattr(vars(base).get("step"), "hooked", False) for base in kind.__mro__)
 
 
 def _before(
@@ -118,28 +159,34 @@ def _before(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if (known := _scaled.get(optimizer)) is None:
         return None
-    _put_back(optimizer, known)  # where a step calls the one of its base class, that has hooks, too
-    rates = [group["lr"] for group in optimizer.param_groups]
-    known.held = [(_copy(rate), rate * known.factor) for rate in rates]
+    _multiply(optimizer, known)
+    return with_closure(args, kwargs, lambda closure: _as_set(optimizer, known, closure))
+
+
+def _multiply(optimizer: torch.optim.Optimizer, known: _Scaled) -> None:
+    _put_back(optimizer, known)
+    if not known.factors:  # they were taken back in a closure
+        return
+    known.by = known.factor
     known.thread = threading.get_ident()
-    for group, (_, scaled) in zip(optimizer.param_groups, known.held, strict=True):
-        _set(group, scaled)
-    return with_closure(args, kwargs, lambda closure: _guarded(optimizer, known, closure))
+    for group in optimizer.param_groups:
+        if (rate := group.get("lr")) is not None:  # else the optimizer makes its own
+            known.held.append((group, _copy(rate), rate * known.by))
+            _set(group, rate * known.by)
 
 
-def _guarded(
+def _as_set(
     optimizer: torch.optim.Optimizer, known: _Scaled, closure: Callable[[], object]
 ) -> Callable[[], object]:
-    """Give a closure that leaves the rates as they were set where it raises: torch calls no hook then."""
+    """Give a closure that sees the rates as they were set, as hooks do; where it raises, torch calls none."""
 
-    def guarded() -> object:
-        try:
-            return closure()
-        except BaseException:
-            _put_back(optimizer, known)
-            raise
+    def seeing() -> object:
+        _put_back(optimizer, known, is_by_step=True)
+        loss = closure()
+        _multiply(optimizer, known)
+        return loss
 
-    return guarded
+    return seeing
 
 
 def _before_state(optimizer: torch.optim.Optimizer) -> None:
@@ -152,21 +199,38 @@ def _before_state(optimizer: torch.optim.Optimizer) -> None:
 def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     del args, kwargs
     if (known := _scaled.get(optimizer)) is not None:
-        _put_back(optimizer, known)
+        _put_back(optimizer, known, is_by_step=True)
 
 
-def _put_back(optimizer: torch.optim.Optimizer, known: _Scaled) -> None:
+def _put_back(optimizer: torch.optim.Optimizer, known: _Scaled, *, is_by_step: bool = False) -> None:
+    """Let rates be as they were set; one that is another now is as it is, or as a step has made it."""
     held, known.held = known.held, []
-    for group, (rate, scaled) in zip(optimizer.param_groups, held, strict=False):
-        if bool(group["lr"] == scaled):  # else somebody has set it since
+    for group, rate, scaled in held:
+        now = group.get("lr")
+        if bool(now == scaled):
             _set(group, rate)
+        elif is_by_step and now is not None:
+            _tell_of_own(optimizer, now, known.by)
+            _set(group, now / known.by)
 
 
-def _copy(rate: float | torch.Tensor) -> float | torch.Tensor:
+def _tell_of_own(optimizer: torch.optim.Optimizer, rate: Rate, by: float) -> None:
+    if optimizer in _told:
+        return
+    _told[optimizer] = None
+    rate = float(rate)
+    log.warn(
+        f"the step of {type(optimizer).__name__} has set its learning rate to {rate:g} while that was "
+        f"multiplied by {by:g}, which is taken as part of it: {rate / by:g} stays. If the step computes the "
+        f"rate anew, this is not what it means: set it by a scheduler, or outside of the step"
+    )
+
+
+def _copy(rate: Rate) -> Rate:
     return rate.clone() if isinstance(rate, torch.Tensor) else rate
 
 
-def _set(group: dict[str, Any], rate: float | torch.Tensor) -> None:
+def _set(group: dict[str, Any], rate: Rate) -> None:
     """Set a rate; one that is a tensor stays the object that a captured graph reads."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].copy_(torch.as_tensor(rate))

@@ -195,6 +195,7 @@ class Attachment:
             def computed_and_judged() -> object:
                 loss = closure()
                 self._judge(optimizer)
+                lr_scale.arrange_within(optimizer)  # which "reduce_lr" may have scaled just now
                 return loss
 
             return computed_and_judged
@@ -202,6 +203,7 @@ class Attachment:
         changed = with_closure(args, kwargs, judged)
         if changed is None:
             self._judge(optimizer)
+            lr_scale.arrange(optimizer)  # likewise
         return changed
 
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
@@ -209,7 +211,6 @@ class Attachment:
             self._is_judged = False
         elif not self._is_used(optimizer):
             self.gradients.drop()
-        lr_scale.arrange(optimizer)  # which "reduce_lr" may have scaled just now
 
     def _is_used(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Ask the monitor; where the answer is no, buffers are as they were after the step before."""

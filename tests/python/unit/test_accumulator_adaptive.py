@@ -96,6 +96,9 @@ def test_a_step_that_sets_its_rate_is_scaled_at_most_once_and_keeps_no_gain(
             made = ((was - weight) * gradient).sum() / gradient.square().sum()
             rate = 0.1 * 0.99 ** (live.num_steps - (not is_before))
             assert 0.0 < made.item() <= rate * gain * 1.001
+            if not is_relative:  # the rate is its own, or that divided by the gain, of which a warning tells
+                own = 0.1 * 0.99**live.num_steps
+                assert live.param_groups[0]["lr"] in (own, pytest.approx(own / gain))
             if is_relative:
                 assert made.item() == pytest.approx(rate * gain, rel=1e-3)
                 assert live.param_groups[0]["lr"] == pytest.approx(0.1 * 0.99**live.num_steps)

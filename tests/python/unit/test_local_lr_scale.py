@@ -33,11 +33,29 @@ def test_a_closure_that_raises_leaves_the_rate_that_was_set(by_name):
     assert live.param_groups[0]["lr"] == 0.5
 
 
-def test_a_closure_is_called_at_the_scaled_rate_and_gives_what_it_gave():
+def test_a_closure_sees_the_rate_that_was_set_and_gives_what_it_gave():
     live, rates = adam(), []
     lr_scale.scale(live, 0.25)
     assert live.step(lambda: rates.append(live.param_groups[0]["lr"]) or 3.0) == 3.0
-    assert rates == [0.25]
+    assert rates == [1.0]
+    assert live.param_groups[0]["params"][0].tolist() == pytest.approx([0.75] * 2)
+    assert live.param_groups[0]["lr"] == 1.0
+
+
+def test_a_schedule_in_a_closure_goes_on_as_without_the_scale():
+    live = adam()
+    scheduler = MultiplicativeLR(live, lambda _: 0.5)
+    lr_scale.scale(live, 0.25)
+    for _ in range(3):
+        live.step(scheduler.step)
+    assert live.param_groups[0]["lr"] == 0.125
+
+
+def test_a_scale_that_is_taken_back_in_a_closure_is_gone_for_that_step():
+    live = adam()
+    lr_scale.scale(live, 0.25)
+    live.step(lambda: lr_scale.unscale(live, 0.25))
+    assert live.param_groups[0]["params"][0].tolist() == pytest.approx([0.0] * 2, abs=1e-6)
     assert live.param_groups[0]["lr"] == 1.0
 
 
@@ -62,6 +80,133 @@ def test_what_is_saved_after_a_step_that_raised_is_the_rate_that_was_set():
     live.step()
     assert live.state_dict()["param_groups"][0]["lr"] == 1.0
     lr_scale.unscale(live, 0.25)
+
+
+def one_that_sets_its_rate(change, is_before):
+    """Give a class of optimizers with a schedule of its own, and its base class."""
+
+    class Base(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class SetsItsRate(Base):
+        def step(self, closure=None):
+            if not is_before:
+                super().step(closure)
+            self.param_groups[0]["lr"] = change(self.param_groups[0]["lr"])
+            return super().step(closure) if is_before else None
+
+    return Base, SetsItsRate
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_step_that_multiplies_its_rate_does_not_keep_the_scale_in_it(
+    is_hooked, is_before, is_tensor, caplog
+):
+    base, kind = one_that_sets_its_rate(lambda rate: rate * 0.5, is_before)
+    parameters = adam().param_groups[0]["params"]
+    live = kind(parameters, lr=torch.tensor(1.0) if is_tensor else 1.0)
+    if is_hooked:
+        base(parameters)
+    lr_scale.scale(live, 0.25)
+    for number in range(4):
+        was = parameters[0].detach().clone()
+        live.step()
+        made = 0.25 * 0.5 ** (number + is_before)
+        assert (was - parameters[0]).tolist() == [made] * 2
+        assert live.param_groups[0]["lr"] == 0.5 ** (number + 1)
+    lr_scale.unscale(live, 0.25)
+    live.step()
+    assert live.param_groups[0]["lr"] == 0.5**5
+    if is_before:  # else torch may have put it back behind the step of the base class
+        (said,) = (record.message for record in caplog.records)
+        assert said.startswith("the step of SetsItsRate has set its learning rate to 0.125 while that was")
+        assert "multiplied by 0.25, which is taken as part of it: 0.5 stays" in said
+
+
+def test_a_step_that_sets_its_rate_anew_is_told_of_once(caplog):
+    _, kind = one_that_sets_its_rate(lambda _: 0.5, is_before=True)
+    live = kind(adam().param_groups[0]["params"], lr=1.0)
+    for _ in range(3):
+        with lr_scale.scaled(live, 4.0):
+            live.step()
+    assert live.param_groups[0]["params"][0].tolist() == [-0.5] * 2, "by its own rate"
+    (said,) = (record.message for record in caplog.records)
+    assert "to 0.5 while that was multiplied by 4, which is taken as part of it: 0.125 stays" in said
+    assert "If the step computes the rate anew" in said
+
+
+def test_a_rate_that_is_set_after_a_step_that_raised_is_as_it_was_set(monkeypatch):
+    live = adam()
+    lr_scale.scale(live, 0.25)
+    live.step()
+    monkeypatch.setattr(live, "_init_group", fails)
+    with pytest.raises(TypeError):
+        live.step()
+    monkeypatch.undo()
+    live.param_groups[0]["lr"] = 0.5
+    live.step()
+    assert live.param_groups[0]["lr"] == 0.5
+
+
+def test_what_is_scaled_for_some_steps_alone_multiplies_what_else_is():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    live = torch.optim.SGD([parameter], lr=1.0)
+    lr_scale.scale(live, 0.5)
+    with lr_scale.scaled(live, 4.0):
+        parameter.grad = torch.ones(1)
+        live.step()
+        assert parameter.item() == -1.0
+        with pytest.raises(ZeroDivisionError):
+            live.step(lambda: 1 / 0)
+    live.step()
+    assert parameter.item() == -1.5
+    lr_scale.unscale(live, 0.5)
+
+
+def test_a_step_that_raises_leaves_no_scale_in_the_rate_that_it_has_set():
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.param_groups[0]["lr"] *= 0.5
+            fails()
+
+    live = Fails(adam().param_groups[0]["params"], lr=1.0)
+    lr_scale.scale(live, 0.5)
+    with pytest.raises(MemoryError), lr_scale.scaled(live, 4.0):
+        live.step()
+    live.load_state_dict(live.state_dict())
+    assert live.param_groups[0]["lr"] == 0.5
+    lr_scale.unscale(live, 0.5)
+
+
+def test_an_optimizer_that_makes_its_own_rate_is_left_to_it():
+    class MakesItsOwn(torch.optim.SGD):
+        def step(self, closure=None):
+            self.seen = self.param_groups[0]["lr"]
+
+    live = MakesItsOwn(adam().param_groups[0]["params"], lr=1.0)
+    live.param_groups[0]["lr"] = None
+    with lr_scale.scaled(live, 4.0):
+        live.step()
+    assert (live.seen, live.param_groups[0]["lr"]) == (None, None)
+
+
+def test_rates_that_are_loaded_in_the_midst_of_a_step_are_those_that_stay():
+    live = adam()
+    saved = live.state_dict()
+    saved["param_groups"][0]["lr"] = 0.125
+
+    class Loads(torch.optim.SGD):
+        def step(self, closure=None):
+            self.load_state_dict(saved)
+
+    loads = Loads(live.param_groups[0]["params"], lr=1.0)
+    lr_scale.scale(loads, 0.25)
+    loads.step()
+    assert loads.param_groups[0]["lr"] == 0.125
 
 
 class Alike(torch.optim.SGD):

@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -656,16 +657,27 @@ def test_hooks_of_the_step_see_and_set_the_rate_that_is_not_reduced_whenever_the
     assert live.rates[-1] == pytest.approx(0.1 * 1024)
 
 
-def test_a_rate_is_reduced_and_whole_again_in_the_midst_of_steps_with_another_monitor_of_the_model():
+def backward_of(model, size):
+    model.zero_grad()
+    (sum(p.sum() for p in model.parameters()) * size).backward()
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_a_rate_is_reduced_and_whole_again_in_the_midst_of_steps_with_another_monitor_of_the_model(
+    has_closure,
+):
     model = net()
     optimizer = Notes(model.parameters())
     settings = {"divergence_metrics": ["gradient_norm"], "warm_up": 3, "quiet_steps": 3}
     ours = AsyncTrainingMonitor(model, remediation_strategy="reduce_lr", acts_on=optimizer, **settings)
     other = AsyncTrainingMonitor(model, **settings)
-    for step in range(12):
-        optimizer.zero_grad()
-        (sum(p.sum() for p in model.parameters()) * (100.0 if step == 5 else 1.0)).backward()
-        optimizer.step()
+    for size in [1.0] * 5 + [100.0] + [1.0] * 6:
+        backward = partial(backward_of, model, size)
+        if has_closure:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
     assert optimizer.rates == [0.1] * 5 + [0.05] * 4 + [0.1] * 3
     assert len(ours.report().releases) == len(other.report().releases) == 1
 
