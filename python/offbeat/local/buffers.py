@@ -18,10 +18,6 @@ FEW = 2**22
 """Numbers whose copies cost next to nothing: of float32, 16 MiB. The statistics of large nets are fewer."""
 
 
-ROUNDING = 1000
-"""Epsilons by which numbers that are one in each member may part in a mean."""
-
-
 def few(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Choose the smallest buffers, with no more numbers than the parameters in training have, or `FEW`.
 
@@ -93,28 +89,33 @@ def put_values(values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
                 write(there, buffer)
 
 
-def write(value: torch.Tensor, to: torch.Tensor) -> None:
+def write(value: torch.Tensor, to: torch.Tensor, *, num_eps: float = 0.0) -> None:
     """Write values to a tensor of their shape, whichever way it lies in memory.
 
     One that is expanded has fewer numbers than its shape says, and torch writes to none of them twice; where
     values differ along there, it gets memory for all of them.
+
+    Args:
+        value: What to write.
+        to: Where.
+        num_eps: Epsilons of their dtype, relatively, by which values along there may differ and are one.
     """
     with _writing_to(to):
         if to.layout is torch.strided and not to.is_nested and 0 in to.stride():
             each_once = tuple(slice(1) if stride == 0 else slice(None) for stride in to.stride())
-            if _are_alike(value, value[each_once]):
+            if _are_alike(value, value[each_once], num_eps):
                 value, to = value[each_once], to[each_once]
             else:
                 to.data = to.contiguous()
         to.copy_(value)
 
 
-def _are_alike(values: torch.Tensor, first: torch.Tensor) -> bool:
-    """Tell whether all values along some dimensions are the first; in a sum over members they round apart."""
+def _are_alike(values: torch.Tensor, first: torch.Tensor, num_eps: float) -> bool:
+    """Tell whether all values along some dimensions are the first."""
     if not (values.is_floating_point() or values.is_complex()):
         return bool((values == first).all())
     values, first = (part.to(wide(part.dtype)) for part in (values, first))
-    rtol = ROUNDING * torch.finfo(values.dtype).eps
+    rtol = num_eps * torch.finfo(values.dtype).eps
     return bool(torch.isclose(values, first, rtol=rtol, atol=0.0, equal_nan=True).all())
 
 

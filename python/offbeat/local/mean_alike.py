@@ -13,6 +13,9 @@ from offbeat.local.group import is_alike, is_plain, take_first
 
 __all__ = ["left_out", "make_alike", "shares"]
 
+ROUNDING = 1000
+"""Epsilons by which the sums of numbers that are one in each member may part."""
+
 
 def make_alike(
     group: distributed.ProcessGroup,
@@ -50,7 +53,7 @@ def make_alike(
             value = value * share if share else torch.zeros_like(value)
             # Backends do not add up complex numbers, all of them.
             distributed.all_reduce(torch.view_as_real(value) if value.is_complex() else value, group=group)
-            write(value, tensor)
+            write(value, tensor, num_eps=ROUNDING)
     return out
 
 

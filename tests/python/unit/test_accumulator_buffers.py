@@ -310,10 +310,14 @@ def test_an_expanded_tensor_is_written_once_and_has_memory_of_its_own_where_valu
     flat = held.flat
     write(torch.ones(2, 4), flat)
     assert (flat.stride(), flat.tolist()) == ((1, 0), [[1.0] * 4] * 2)
-    write(torch.tensor([[0.1], [NAN]]) + 1e-9 * torch.arange(4.0), flat)  # as the sums of many members
+    sums = torch.tensor([[0.1], [NAN]]) + 1e-8 * torch.arange(4.0)  # of many members
+    assert sums[0, 0] != sums[0, 3]
+    write(sums, flat, num_eps=1000)
     assert flat.stride() == (1, 0)
     assert flat[0].tolist() == pytest.approx([0.1] * 4)
-    values = torch.arange(8.0).view(2, 4)
+    write(torch.tensor([[NAN], [1.0]]).expand(2, 4), flat)
+    assert flat.stride() == (1, 0)
+    values = 1e4 + torch.arange(8.0).view(2, 4) / 1024  # as close as float32 has them, and no sums
     write(values, flat)
     assert held.flat is flat
     assert torch.equal(flat, values)
