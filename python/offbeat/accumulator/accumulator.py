@@ -724,13 +724,13 @@ class AsyncGradientAccumulator:
             "what monitors do": [] if self._members.size == 1 else trained_by.act_on_updates(self.model),
         }
 
-    def _rates(self) -> list[float] | None:
+    def _rates(self) -> list[float | None] | None:
         """Give the learning rates, which have to be the same in all members that have an optimizer."""
         live = None if self._members.size == 1 else self._updates.own
         if live is None:
             return None
         rates = [group.get("lr") for group in live.param_groups]
-        return [0.0 if rate is None else float(rate) * factor_of(live) for rate in rates]
+        return [None if rate is None else float(rate) * factor_of(live) for rate in rates]
 
     def _catch_up(self) -> None:
         """Do what the total under way leads to: an update, or the end of a `flush` that was broken off."""

@@ -9,14 +9,18 @@ The code of a step reads the scaled rate, as it has to. A step that sets its own
 or of nothing that is there, and nobody can tell which by the value. It is taken as made of the scaled one, so
 that no factor stays in a rate and grows there with each step; and as the other kind is then off by the factor
 until it is set again, the user is told.
+
+Torch calls hooks around the step of a class, and again around its base class's if that is called there and
+somebody has made one of that class. So rates are as they were set around each, and scaled in between.
 """
 
 import math
+import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,9 +29,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offbeat import log
 from offbeat.local.every_step import before_every_step, with_closure
 
-__all__ = ["arrange", "arrange_within", "factor_of", "listen", "scale", "scaled", "unscale"]
+__all__ = ["arrange", "as_set", "factor_of", "listen", "scale", "scaled", "unscale"]
 
 Rate = float | torch.Tensor
+
+_STEP: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step)
+"""What torch makes of a step, to call hooks around it: all have the same code."""
 
 
 @dataclass(slots=True)
@@ -36,7 +43,7 @@ class _Scaled:
 
     Attributes:
         factors: What its rates are multiplied by, each until it is taken back.
-        hooks: Before its step, after it, and before its state is taken; None where there are none yet.
+        hooks: Before its step, two after it, and before its state is taken; None where there are none yet.
         held: While it steps, each group that has a rate, with the one that was set and the scaled one.
         by: What the scaled ones were multiplied by.
         thread: Which it does so on.
@@ -113,13 +120,14 @@ def listen() -> None:
 def arrange(optimizer: torch.optim.Optimizer) -> None:
     """Enclose the step of an optimizer that is scaled, before torch goes through its hooks.
 
-    Ours are the last one before the step and the first one after it, whoever has registered since. Who scales
-    in a hook of every optimizer's step calls this behind it, and the step is scaled that is about to be made.
+    Rates are as they were set then. Our hooks are the last one before the step, and the first and the last
+    one after it, whoever has registered since. Who scales in a hook of every optimizer's step calls this
+    behind it, and the step is scaled that is about to be made.
     """
     if (known := _scaled.get(optimizer)) is None:
         return
-    # A step calls the one of its base class; else one that raised has left them, and a user has come since.
-    _put_back(optimizer, known, is_by_step=_num_hooked(type(optimizer)) > 1)
+    # Else a step that raised has left them, and a user has come since.
+    _put_back(optimizer, known, is_by_step=_is_within_another(optimizer))
     if not known.factors:
         del _scaled[optimizer]
         for hook in known.hooks or ():
@@ -129,16 +137,26 @@ def arrange(optimizer: torch.optim.Optimizer) -> None:
         known.hooks = (
             optimizer.register_step_pre_hook(_before),
             optimizer.register_step_post_hook(_after),
+            optimizer.register_step_post_hook(_go_on),
             optimizer.register_state_dict_pre_hook(_before_state),
         )
-    pre, post, _ = known.hooks
+    pre, post, behind, _ = known.hooks
     hooks: Any = optimizer  # torch prepends only a module's
     hooks._optimizer_step_pre_hooks.move_to_end(pre.id)  # noqa: SLF001  see above
     hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)  # noqa: SLF001  see above
+    hooks._optimizer_step_post_hooks.move_to_end(behind.id)  # noqa: SLF001  see above
 
 
-def arrange_within(optimizer: torch.optim.Optimizer) -> None:
-    """Do likewise in the closure of a step, of which the hooks are through: what follows that is scaled."""
+@contextmanager
+def as_set(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let rates be as they were set for what a step calls, a closure; what follows that is scaled again.
+
+    That is so also where the scale comes meanwhile. Where it raises they stay as they were set: torch calls
+    no hook then.
+    """
+    if (known := _scaled.get(optimizer)) is not None:
+        _put_back(optimizer, known, is_by_step=True)
+    yield
     arrange(optimizer)
     if (known := _scaled.get(optimizer)) is not None:
         _multiply(optimizer, known)
@@ -149,9 +167,20 @@ def _arrange(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> 
     arrange(optimizer)
 
 
-def _num_hooked(kind: type[torch.optim.Optimizer]) -> int:
-    """Count the steps of a class and of those that it is based on by which torch calls hooks, as it marks."""
-    return sum(getattr(vars(base).get("step"), "hooked", False) for base in kind.__mro__)
+def _is_within_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether torch calls hooks around a step of an optimizer that another step of it has called.
+
+    By the stack: what counts steps would not hear of one that raised.
+    """
+    is_within = False
+    frame: Any = sys._getframe()  # noqa: SLF001  which Python has for such as this
+    while frame is not None:
+        if frame.f_code is _STEP.__code__ and frame.f_locals["args"][0] is optimizer:
+            if is_within:
+                return True
+            is_within = True
+        frame = frame.f_back
+    return False
 
 
 def _before(
@@ -160,33 +189,27 @@ def _before(
     if (known := _scaled.get(optimizer)) is None:
         return None
     _multiply(optimizer, known)
-    return with_closure(args, kwargs, lambda closure: _as_set(optimizer, known, closure))
+
+    def seeing(closure: Callable[[], object]) -> Callable[[], object]:
+        def as_it_was_set() -> object:
+            with as_set(optimizer):
+                return closure()
+
+        return as_it_was_set
+
+    return with_closure(args, kwargs, seeing)
 
 
 def _multiply(optimizer: torch.optim.Optimizer, known: _Scaled) -> None:
     _put_back(optimizer, known)
-    if not known.factors:  # they were taken back in a closure
+    if not known.factors:
         return
-    known.by = known.factor
+    known.by = by = known.factor
     known.thread = threading.get_ident()
-    for group in optimizer.param_groups:
-        if (rate := group.get("lr")) is not None:  # else the optimizer makes its own
-            known.held.append((group, _copy(rate), rate * known.by))
-            _set(group, rate * known.by)
-
-
-def _as_set(
-    optimizer: torch.optim.Optimizer, known: _Scaled, closure: Callable[[], object]
-) -> Callable[[], object]:
-    """Give a closure that sees the rates as they were set, as hooks do; where it raises, torch calls none."""
-
-    def seeing() -> object:
-        _put_back(optimizer, known, is_by_step=True)
-        loss = closure()
-        _multiply(optimizer, known)
-        return loss
-
-    return seeing
+    # One that has none makes its own.
+    groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+    known.held = [(group, _copy(group["lr"]), group["lr"] * by) for group in groups]
+    _set([(group, rate) for group, _, rate in known.held])
 
 
 def _before_state(optimizer: torch.optim.Optimizer) -> None:
@@ -202,16 +225,25 @@ def _after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> No
         _put_back(optimizer, known, is_by_step=True)
 
 
+def _go_on(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Scale what a step does behind that of its base class."""
+    del args, kwargs
+    if (known := _scaled.get(optimizer)) is not None and _is_within_another(optimizer):
+        _multiply(optimizer, known)
+
+
 def _put_back(optimizer: torch.optim.Optimizer, known: _Scaled, *, is_by_step: bool = False) -> None:
     """Let rates be as they were set; one that is another now is as it is, or as a step has made it."""
     held, known.held = known.held, []
-    for group, rate, scaled in held:
+    own: list[tuple[dict[str, Any], Rate]] = []
+    for group, rate, was in held:
         now = group.get("lr")
-        if bool(now == scaled):
-            _set(group, rate)
+        if bool(now == was):
+            own.append((group, rate))
         elif is_by_step and now is not None:
             _tell_of_own(optimizer, now, known.by)
-            _set(group, now / known.by)
+            own.append((group, now / known.by))
+    _set(own)
 
 
 def _tell_of_own(optimizer: torch.optim.Optimizer, rate: Rate, by: float) -> None:
@@ -221,18 +253,24 @@ def _tell_of_own(optimizer: torch.optim.Optimizer, rate: Rate, by: float) -> Non
     rate = float(rate)
     log.warn(
         f"the step of {type(optimizer).__name__} has set its learning rate to {rate:g} while that was "
-        f"multiplied by {by:g}, which is taken as part of it: {rate / by:g} stays. If the step computes the "
+        f"multiplied by {by:g}, which is taken as part of it: as {rate / by:g}. If the step computes the "
         f"rate anew, this is not what it means: set it by a scheduler, or outside of the step"
     )
 
 
 def _copy(rate: Rate) -> Rate:
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate
+    return rate.clone() if _is_in_place(rate) else rate
 
 
-def _set(group: dict[str, Any], rate: Rate) -> None:
-    """Set a rate; one that is a tensor stays the object that a captured graph reads."""
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].copy_(torch.as_tensor(rate))
-    else:
-        group["lr"] = rate
+def _set(rates: Sequence[tuple[dict[str, Any], Rate]]) -> None:
+    """Set groups' rates, of which all are known by now: groups may share a tensor."""
+    for group, rate in rates:
+        if _is_in_place(group["lr"]):
+            group["lr"].copy_(torch.as_tensor(rate))
+        else:
+            group["lr"] = rate
+
+
+def _is_in_place(rate: Rate) -> TypeGuard[torch.Tensor]:
+    """Tell whether it is a tensor, which stays the object that a captured graph reads."""
+    return isinstance(rate, torch.Tensor) and not rate.requires_grad

@@ -193,9 +193,9 @@ class Attachment:
 
         def judged(closure: Callable[[], Any]) -> Callable[[], Any]:  # what it steps by is computed in there
             def computed_and_judged() -> object:
-                loss = closure()
-                self._judge(optimizer)
-                lr_scale.arrange_within(optimizer)  # which "reduce_lr" may have scaled just now
+                with lr_scale.as_set(optimizer):  # and behind it by what "reduce_lr" has made of it just now
+                    loss = closure()
+                    self._judge(optimizer)
                 return loss
 
             return computed_and_judged

@@ -283,6 +283,6 @@ def _live(thing: object) -> Steps | None:
     for candidate in (thing, getattr(thing, "optimizer", None)):
         live = getattr(candidate, "live", candidate)  # a worker's stands for the one that it has, or for none
         groups = getattr(live, "param_groups", None)
-        if groups and all("lr" in group for group in groups):
+        if groups and all(group.get("lr") is not None for group in groups):  # else it makes its own
             return cast(Steps, live)
     return None

@@ -82,64 +82,195 @@ def test_what_is_saved_after_a_step_that_raised_is_the_rate_that_was_set():
     lr_scale.unscale(live, 0.25)
 
 
-def one_that_sets_its_rate(change, is_before):
-    """Give a class of optimizers with a schedule of its own, and its base class."""
+def one_that_is_based(step, *, is_hooked, rate=1.0):
+    """Make an optimizer of one number, whose step is made of its base class's, around which torch has hooks.
 
-    class Base(torch.optim.SGD):
+    It has them there, too, if somebody has made one of the base class.
+    """
+
+    class Base(torch.optim.Optimizer):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
         def step(self, closure=None):
-            return super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad * group["lr"])
 
-    class SetsItsRate(Base):
+    class OfBase(Base):
         def step(self, closure=None):
-            if not is_before:
-                super().step(closure)
-            self.param_groups[0]["lr"] = change(self.param_groups[0]["lr"])
-            return super().step(closure) if is_before else None
+            step(self.param_groups[0], super().step)
 
-    return Base, SetsItsRate
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    if is_hooked:
+        Base([parameter], 1.0)
+    return OfBase([parameter], rate), parameter
+
+
+def halves_before(group, step):
+    group["lr"] = group["lr"] * 0.5
+    step()
+
+
+def halves_behind(group, step):
+    step()
+    group["lr"] = group["lr"] * 0.5
 
 
 @pytest.mark.parametrize("is_hooked", [False, True])
-@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("step", [halves_before, halves_behind])
 @pytest.mark.parametrize("is_tensor", [False, True])
-def test_a_step_that_multiplies_its_rate_does_not_keep_the_scale_in_it(
-    is_hooked, is_before, is_tensor, caplog
-):
-    base, kind = one_that_sets_its_rate(lambda rate: rate * 0.5, is_before)
-    parameters = adam().param_groups[0]["params"]
-    live = kind(parameters, lr=torch.tensor(1.0) if is_tensor else 1.0)
-    if is_hooked:
-        base(parameters)
+def test_a_step_that_multiplies_its_rate_does_not_keep_the_scale_in_it(is_hooked, step, is_tensor, caplog):
+    live, parameter = one_that_is_based(
+        step, is_hooked=is_hooked, rate=torch.tensor(1.0) if is_tensor else 1.0
+    )
     lr_scale.scale(live, 0.25)
     for number in range(4):
-        was = parameters[0].detach().clone()
+        was = parameter.item()
         live.step()
-        made = 0.25 * 0.5 ** (number + is_before)
-        assert (was - parameters[0]).tolist() == [made] * 2
+        assert was - parameter.item() == 0.25 * 0.5 ** (number + (step is halves_before))
         assert live.param_groups[0]["lr"] == 0.5 ** (number + 1)
     lr_scale.unscale(live, 0.25)
     live.step()
     assert live.param_groups[0]["lr"] == 0.5**5
-    if is_before:  # else torch may have put it back behind the step of the base class
-        (said,) = (record.message for record in caplog.records)
-        assert said.startswith("the step of SetsItsRate has set its learning rate to 0.125 while that was")
-        assert "multiplied by 0.25, which is taken as part of it: 0.5 stays" in said
+    (said,) = (record.message for record in caplog.records)
+    assert said.startswith("the step of OfBase has set its learning rate to 0.125 while that was multiplied")
+    assert "multiplied by 0.25, which is taken as part of it: as 0.5." in said
 
 
-def test_a_step_that_sets_its_rate_anew_is_told_of_once(caplog):
-    _, kind = one_that_sets_its_rate(lambda _: 0.5, is_before=True)
-    live = kind(adam().param_groups[0]["params"], lr=1.0)
-    for _ in range(3):
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_step_that_sets_its_rate_anew_is_told_of_once(is_hooked, caplog):
+    def sets(group, step):
+        group["lr"] = 0.5
+        step()
+
+    live, parameter = one_that_is_based(sets, is_hooked=is_hooked)
+    for number in range(3):
         with lr_scale.scaled(live, 4.0):
             live.step()
-    assert live.param_groups[0]["params"][0].tolist() == [-0.5] * 2, "by its own rate"
+        assert parameter.item() == -0.5 * (number + 1), "by its own rate"
+        assert live.param_groups[0]["lr"] == 0.125
     (said,) = (record.message for record in caplog.records)
-    assert "to 0.5 while that was multiplied by 4, which is taken as part of it: 0.125 stays" in said
+    assert "to 0.5 while that was multiplied by 4, which is taken as part of it: as 0.125" in said
     assert "If the step computes the rate anew" in said
 
 
-def test_a_rate_that_is_set_after_a_step_that_raised_is_as_it_was_set(monkeypatch):
-    live = adam()
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_step_that_has_another_rate_for_that_of_its_base_class_has_the_same_behind_it(is_hooked):
+    seen = []
+
+    def warms_up(group, step):
+        rate = group["lr"]
+        group["lr"] = rate / 4
+        step()
+        group["lr"] = rate
+        seen.append(rate)
+
+    live, parameter = one_that_is_based(warms_up, is_hooked=is_hooked)
+    lr_scale.scale(live, 0.5)
+    for _ in range(3):
+        live.step()
+        assert live.param_groups[0]["lr"] == 1.0
+    assert seen == [0.5] * 3
+    assert parameter.item() == -3 * 0.125
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_all_that_a_step_does_goes_by_the_scaled_rate_and_its_hooks_see_none(is_hooked):
+    seen, of_hooks = [], []
+
+    def decays(group, step):
+        seen.append(group["lr"])
+        step()
+        seen.append(group["lr"])
+
+    live, _ = one_that_is_based(decays, is_hooked=is_hooked)
+    lr_scale.scale(live, 0.5)
+    live.register_step_pre_hook(lambda *_: of_hooks.append(live.param_groups[0]["lr"]))
+    live.register_step_post_hook(lambda *_: of_hooks.append(live.param_groups[0]["lr"]))
+    live.step()
+    assert seen == [0.5, 0.5]
+    assert of_hooks == [1.0] * (2 + 2 * is_hooked)
+    assert live.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_tensor_that_groups_share_is_scaled_once(kind, raises, monkeypatch, caplog):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    rate = torch.tensor(1.0)
+    live = kind([{"params": [parameter]} for parameter in parameters], lr=rate)
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    with lr_scale.scaled(live, 0.5):
+        live.step()
+        assert [p.item() for p in parameters] == pytest.approx([-0.5] * 3)
+        if raises:
+            monkeypatch.setattr(live, "_init_group", fails)
+            with pytest.raises(TypeError):
+                live.step()
+    assert all(group["lr"] is rate for group in live.param_groups)
+    assert rate == 1.0
+    assert not caplog.records
+
+
+def test_a_rate_that_has_a_gradient_is_scaled_as_well():
+    rate = torch.tensor(1.0, requires_grad=True)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    live = torch.optim.SGD([parameter.clone()], lr=rate, differentiable=True)
+    (moved,) = live.param_groups[0]["params"]
+    moved.grad = torch.ones(1)
+    with lr_scale.scaled(live, 0.5):
+        live.step()
+    assert moved.item() == -0.5
+    assert live.param_groups[0]["lr"] is rate
+
+
+class Evaluates(torch.optim.Optimizer):
+    """One that calls its closure several times, as a line search does, and notes the rate behind each."""
+
+    def __init__(self, parameters, num_times=3):
+        super().__init__(parameters, {"lr": 1.0})
+        self.num_times, self.rates = num_times, []
+
+    def step(self, closure):
+        for _ in range(self.num_times):
+            closure()
+            self.rates.append(self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_scale_that_comes_in_a_closure_holds_behind_it_and_no_later_closure_sees_it(raises):
+    live, seen = Evaluates(adam().param_groups[0]["params"]), []
+
+    def closure():
+        with lr_scale.as_set(live):
+            seen.append(live.param_groups[0]["lr"])
+            if len(seen) == 2:
+                lr_scale.scale(live, 0.25)
+            if raises and len(seen) == 3:
+                fails()
+
+    lr_scale.listen()
+    if raises:
+        with pytest.raises(MemoryError):
+            live.step(closure)
+    else:
+        live.step(closure)
+    assert seen == [1.0] * 3
+    assert live.rates == [1.0, 0.25, 0.25][: 3 - raises]
+    assert live.param_groups[0]["lr"] == 1.0
+    live.step(closure)
+    assert (seen, live.rates[-3:]) == ([1.0] * 6, [0.25] * 3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_rate_that_is_set_after_a_step_that_raised_is_as_it_was_set(kind, monkeypatch):
+    live = kind(
+        adam().param_groups[0]["params"], lr=1.0
+    )  # torch may have hooks in AdamW and in its base class
     lr_scale.scale(live, 0.25)
     live.step()
     monkeypatch.setattr(live, "_init_group", fails)
@@ -149,6 +280,26 @@ def test_a_rate_that_is_set_after_a_step_that_raised_is_as_it_was_set(monkeypatc
     live.param_groups[0]["lr"] = 0.5
     live.step()
     assert live.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_so_it_is_where_a_step_that_calls_its_base_class_s_raised(is_hooked):
+    is_broken = [True]
+
+    def breaks(_, step):
+        step()
+        if is_broken.pop():
+            raise ZeroDivisionError
+
+    live, parameter = one_that_is_based(breaks, is_hooked=is_hooked)
+    lr_scale.scale(live, 0.25)
+    with pytest.raises(ZeroDivisionError):
+        live.step()
+    live.param_groups[0]["lr"] = 0.5
+    is_broken.append(False)
+    live.step()
+    assert live.param_groups[0]["lr"] == 0.5
+    assert parameter.item() == -0.25 - 0.125
 
 
 def test_what_is_scaled_for_some_steps_alone_multiplies_what_else_is():

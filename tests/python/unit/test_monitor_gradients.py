@@ -724,6 +724,11 @@ def test_a_step_that_raises_leaves_no_scaled_rate_behind():
     assert optimizer.rates[-1] == optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_an_optimizer_that_makes_its_own_rate_has_none_to_reduce():
+    with pytest.raises(ConfigError, match="reduce_lr"):
+        AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=Notes(net().parameters(), lr=None))
+
+
 def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
     model = net()
     accumulator = AsyncGradientAccumulator(model, accumulation_steps=1)
