@@ -1,4 +1,4 @@
-"""Hooks before the steps of all optimizers, each registered once and never taken back.
+"""Hooks around the steps of all optimizers, which are never taken back.
 
 Torch bears no change of its hooks while a step goes through them, and whoever wants one may come, or be
 closed or collected, within a step. So a hook stays from the first time on, and finds nothing to do where
@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hook", "before_every_step", "with_closure"]
+__all__ = ["Hook", "after_every_step", "before_every_step", "with_closure"]
 
 Hook = Callable[..., Any]
 """Of an optimizer, and of the args and kwargs of its step, as torch calls it."""
 
 _registered: set[Hook] = set()
+_last: dict[Hook, RemovableHandle] = {}
 _lock = threading.Lock()
 
 
@@ -25,7 +27,18 @@ def before_every_step(hook: Hook) -> None:
     with _lock:
         if hook not in _registered:
             _registered.add(hook)
-            register_optimizer_step_pre_hook(hook)
+            optimizer.register_optimizer_step_pre_hook(hook)
+
+
+def after_every_step(hook: Hook) -> None:
+    """See that a function is called after each step of any optimizer, behind all that there are by now."""
+    with _lock:
+        if (handle := _last.get(hook)) is not None:
+            others = optimizer._global_optimizer_post_hooks  # noqa: SLF001  torch does not tell otherwise
+            if next(reversed(others), None) == handle.id:
+                return
+            handle.remove()
+        _last[hook] = optimizer.register_optimizer_step_post_hook(hook)
 
 
 def with_closure(

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offbeat import log
-from offbeat.local.every_step import before_every_step, with_closure
+from offbeat.local.every_step import after_every_step, before_every_step, with_closure
 
 __all__ = ["arrange", "as_set", "factor_of", "listen", "scale", "scaled", "unscale"]
 
@@ -43,7 +43,7 @@ class _Scaled:
 
     Attributes:
         factors: What its rates are multiplied by, each until it is taken back.
-        hooks: Before its step, two after it, and before its state is taken; None where there are none yet.
+        hooks: Before its step, after it, and before its state is taken; None where there are none yet.
         held: While it steps, each group that has a rate, with the one that was set and the scaled one.
         by: What the scaled ones were multiplied by.
         thread: Which it does so on.
@@ -63,6 +63,7 @@ class _Scaled:
 
 # By identity: a class of optimizers may have an equality of its own, and then perhaps no hash.
 _scaled: MutableMapping[torch.optim.Optimizer, _Scaled] = WeakIdKeyDictionary()
+_shown: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()  # whose are as they were set
 _told: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
 
 
@@ -120,9 +121,9 @@ def listen() -> None:
 def arrange(optimizer: torch.optim.Optimizer) -> None:
     """Enclose the step of an optimizer that is scaled, before torch goes through its hooks.
 
-    Rates are as they were set then. Our hooks are the last one before the step, and the first and the last
-    one after it, whoever has registered since. Who scales in a hook of every optimizer's step calls this
-    behind it, and the step is scaled that is about to be made.
+    Rates are as they were set then. Our hooks are the last one before the step and the first one after it,
+    whoever has registered since. Who scales in a hook of every optimizer's step calls this behind it, and the
+    step is scaled that is about to be made.
     """
     if (known := _scaled.get(optimizer)) is None:
         return
@@ -133,30 +134,36 @@ def arrange(optimizer: torch.optim.Optimizer) -> None:
         for hook in known.hooks or ():
             hook.remove()
         return
+    after_every_step(_go_on)
     if known.hooks is None:
         known.hooks = (
             optimizer.register_step_pre_hook(_before),
             optimizer.register_step_post_hook(_after),
-            optimizer.register_step_post_hook(_go_on),
             optimizer.register_state_dict_pre_hook(_before_state),
         )
-    pre, post, behind, _ = known.hooks
+    pre, post, _ = known.hooks
     hooks: Any = optimizer  # torch prepends only a module's
     hooks._optimizer_step_pre_hooks.move_to_end(pre.id)  # noqa: SLF001  see above
     hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)  # noqa: SLF001  see above
-    hooks._optimizer_step_post_hooks.move_to_end(behind.id)  # noqa: SLF001  see above
 
 
 @contextmanager
 def as_set(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let rates be as they were set for what a step calls, a closure; what follows that is scaled again.
 
-    That is so also where the scale comes meanwhile. Where it raises they stay as they were set: torch calls
-    no hook then.
+    That is so also where the scale comes meanwhile, and where this is within another. Where it raises they
+    stay as they were set: torch calls no hook then.
     """
+    if optimizer in _shown:
+        yield
+        return
     if (known := _scaled.get(optimizer)) is not None:
         _put_back(optimizer, known, is_by_step=True)
-    yield
+    _shown[optimizer] = None
+    try:
+        yield
+    finally:
+        del _shown[optimizer]
     arrange(optimizer)
     if (known := _scaled.get(optimizer)) is not None:
         _multiply(optimizer, known)

@@ -279,10 +279,14 @@ def _halved(frequency: float | str, least: object) -> float | str:
 
 
 def _live(thing: object) -> Steps | None:
-    """Find the optimizer that has the learning rate here: an object itself, or the one that it holds."""
+    """Find the optimizer that has the learning rate here: an object itself, or the one that it holds.
+
+    One whose step torch calls no hooks around, as what Accelerate makes of an optimizer, is what holds it.
+    """
     for candidate in (thing, getattr(thing, "optimizer", None)):
         live = getattr(candidate, "live", candidate)  # a worker's stands for the one that it has, or for none
         groups = getattr(live, "param_groups", None)
-        if groups and all(group.get("lr") is not None for group in groups):  # else it makes its own
+        has_rates = groups and all(group.get("lr") is not None for group in groups)  # else it makes its own
+        if has_rates and hasattr(getattr(type(live), "step", None), "hooked"):
             return cast(Steps, live)
     return None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.optim.lr_scheduler import MultiplicativeLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offbeat.local import lr_scale
 
@@ -264,6 +265,41 @@ def test_a_scale_that_comes_in_a_closure_holds_behind_it_and_no_later_closure_se
     assert live.param_groups[0]["lr"] == 1.0
     live.step(closure)
     assert (seen, live.rates[-3:]) == ([1.0] * 6, [0.25] * 3)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_whoever_encloses_a_closure_that_is_enclosed_already_sees_no_scale_either(raises):
+    live, seen = Evaluates(adam().param_groups[0]["params"], num_times=1), []
+
+    def closure():
+        with lr_scale.as_set(live):
+            with lr_scale.as_set(live):
+                lr_scale.scale(live, 0.25)
+            live.param_groups[0]["lr"] *= 0.5
+            seen.append(live.param_groups[0]["lr"])
+            if raises:
+                fails()
+
+    if raises:
+        with pytest.raises(MemoryError):
+            live.step(closure)
+    else:
+        live.step(closure)
+    assert seen == [0.5]
+    assert live.rates == ([] if raises else [0.125])
+    assert live.param_groups[0]["lr"] == 0.5
+
+
+def test_a_hook_of_all_optimizers_steps_sees_no_scale_around_that_of_a_base_class():
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda one, *_: seen.append(one.param_groups[0]["lr"]))
+    try:
+        live, _ = one_that_is_based(lambda _, step: step(), is_hooked=True)
+        with lr_scale.scaled(live, 4.0):
+            live.step()
+    finally:
+        handle.remove()
+    assert seen == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

@@ -729,6 +729,30 @@ def test_an_optimizer_that_makes_its_own_rate_has_none_to_reduce():
         AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=Notes(net().parameters(), lr=None))
 
 
+class Wraps(torch.optim.Optimizer):
+    """Stands for an optimizer, as what Accelerate makes of one does: torch calls no hooks around its step."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_of_an_optimizer_that_stands_for_another_that_one_s_rate_is_reduced():
+    optimizer = Notes(net().parameters())
+    wrapped = Wraps(optimizer)
+    monitor = AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=wrapped, warm_up=1)
+    monitor.observe(0, loss=1.0)
+    monitor.observe(1, loss=9.0)
+    wrapped.step()
+    assert optimizer.rates == [0.05]
+
+
 def test_an_accumulator_s_optimizer_is_found_when_there_is_one():
     model = net()
     accumulator = AsyncGradientAccumulator(model, accumulation_steps=1)
