@@ -2,16 +2,21 @@
 
 Their norm is that which backward left, unless they have grown since: a user who clips them, or a GradScaler
 that has multiplied them, would else hide what is to be seen.
+
+A step's gradients are those that its optimizer holds. Others count where the same backward left them and
+another optimizer steps by them, as where layers of two kinds have one each: what no optimizer holds adds up
+from batch to batch, and what another one has stepped by is of a batch before.
 """
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from offbeat import log
 from offbeat.monitor.skips import is_told_to_skip
@@ -30,8 +35,8 @@ class Reading:
     """What was measured before a step.
 
     Attributes:
-        norm: L2 norm of the gradient that backward left, over all parameters; of what is there now, where
-            that is more.
+        norm: L2 norm of the gradient that backward left, over all parameters that optimizers step; of what is
+            there now, where that is more.
         num_non_finite: Its elements that are NaN or infinite, as they are now.
     """
 
@@ -72,6 +77,8 @@ class Gradients:
         self._are_gathered = are_gathered
         self._are_unscaled = are_unscaled
         self._left: dict[int, _Left] = {}  # by parameter
+        self._judged: dict[int, _Judged] = {}  # likewise what the last backward left, behind the first step
+        self._stepped: set[int] = set()  # parameters of optimizers that have stepped
         self._is_first = True
         self._is_scaled_by_others = False
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
@@ -82,18 +89,26 @@ class Gradients:
             if (gradients := ours()) is not None:
                 gradients._accumulated(parameter)  # noqa: SLF001  this very class
 
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-            for parameter in model.parameters()
-            if is_measured and parameter.requires_grad
-        ]
+        self._hook = accumulated
+        self._hooks: MutableMapping[torch.Tensor, RemovableHandle] = WeakIdKeyDictionary()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear of all that is trained by now; of what is frozen torch lets nobody hear."""
+        if not self._is_measured:
+            return
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Measure no more."""
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
+        self._is_measured = False
+        for hook in list(self._hooks.values()):
             hook.remove()
+        self._hooks.clear()
         self._left.clear()
+        self._judged.clear()
 
     def read(self, optimizer: torch.optim.Optimizer | None = None) -> Reading | None:
         """Measure what is on the model now, of which nothing is kept.
@@ -110,7 +125,8 @@ class Gradients:
         if is_told_to_skip(optimizer):
             self._left.clear()
             return None
-        there = [p for p in self._model.parameters() if p.grad is not None]
+        self._listen()
+        there = self._of(optimizer)
         if not there:
             return None
         own = 1.0 if own_scale is None else float(own_scale)
@@ -156,7 +172,7 @@ class Gradients:
 
     def clip(self, most: float, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Scale the gradients down to a norm. Returns whether they were larger."""
-        there = [p for p in self._model.parameters() if p.grad is not None]
+        there = self._of(optimizer)
         own_scale = getattr(optimizer, "grad_scale", None)
         norm = _norm([_norm_of(p) for p in there]) / (1.0 if own_scale is None else float(own_scale))
         if norm <= most:
@@ -172,23 +188,37 @@ class Gradients:
         for p in self._model.parameters():
             p.grad = None
 
+    def _of(self, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+        """Give the parameters with gradients that count for a step; of an unknown optimizer, all."""
+        there = [p for p in self._model.parameters() if p.grad is not None]
+        if optimizer is None:
+            return there
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._stepped |= own
+        known = self._left.keys() | self._judged.keys()
+        others = self._stepped & known if known else self._stepped
+        return [p for p in there if id(p) in own or id(p) in others]
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.
+        self._judged.clear()
         gradient = parameter.grad
         if gradient is not None and not self._is_scaled_by_others:
             version = gradient._version  # noqa: SLF001  torch's own way to ask
             self._left[id(parameter)] = _Left(gradient, version, _norm_of(parameter))
 
-    def _left_by_backward(self, there: list[nn.Parameter]) -> "list[_Left] | None":
+    def _left_by_backward(self, there: list[nn.Parameter]) -> "list[_Left | _Judged] | None":
         """Give what backward left; None if the parameters have other gradients than that."""
         known, self._left = self._left, {}
+        # The gradients may be freed now; where another optimizer steps by them, they are the same.
+        self._judged.update((key, _Judged(id(one.gradient), one.norm)) for key, one in known.items())
         if self._is_scaled_by_others or self._are_gathered():
             return None
-        left = [known.get(id(parameter)) for parameter in there]
+        left = [known.get(id(p)) or self._judged.get(id(p)) for p in there]
         pairs = zip(there, left, strict=True)
-        if any(one is None or one.gradient is not parameter.grad for parameter, one in pairs):
+        if any(one is None or not one.is_of(parameter.grad) for parameter, one in pairs):
             return None
-        return cast("list[_Left]", left)
+        return cast("list[_Left | _Judged]", left)
 
     def _without_unknown_scale(self, then: float, now: float) -> float:
         if not self._is_first or self._scaler is not None or not 0 < now * MOST_CLIPPED < then:
@@ -216,6 +246,23 @@ class _Left:
     def has_changed(self) -> bool:
         """Whether somebody has written to it since."""
         return self.gradient._version != self.version  # noqa: SLF001  torch's own way to ask
+
+    def is_of(self, gradient: torch.Tensor | None) -> bool:
+        """Tell whether it is of this one."""
+        return self.gradient is gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What is known of it behind the first step: the gradient may be freed then, and changed."""
+
+    gradient: int
+    norm: torch.Tensor
+    has_changed: bool = True  # as far as is known
+
+    def is_of(self, gradient: torch.Tensor | None) -> bool:
+        """Tell whether it is of this one."""
+        return self.gradient == id(gradient)
 
 
 def _size(norm: float) -> float:

@@ -729,6 +729,92 @@ def test_an_optimizer_that_makes_its_own_rate_has_none_to_reduce():
         AsyncTrainingMonitor(remediation_strategy="reduce_lr", acts_on=Notes(net().parameters(), lr=None))
 
 
+def norms_of(model, do, num_steps=6):
+    """Give what a monitor measures in these steps."""
+    with AsyncTrainingMonitor(model, ["gradient_norm"]) as monitor:
+        for step in range(num_steps):
+            do(step)
+        return monitor.report().series["gradient_norm"].values
+
+
+def backward_and_clip(model):
+    """Leave gradients of a norm of 1, and give the one that they had."""
+    model(torch.ones(8, 4)).sum().backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_what_comes_to_be_trained_in_the_midst_is_measured_as_backward_leaves_it(is_new):
+    model = two_layers()
+    optimizer, left = torch.optim.SGD(model[1].parameters(), lr=0.0), []
+    model[0].requires_grad_(False)
+
+    def do(step):
+        if step == 2:
+            if is_new:
+                model[0] = nn.Linear(4, 4)
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        optimizer.zero_grad()
+        left.append(backward_and_clip(model))
+        optimizer.step()
+
+    found = norms_of(model, do)
+    assert found[:2] + found[3:] == pytest.approx(left[:2] + left[3:])
+    assert left[3] > left[1] > 2.0
+
+
+def test_what_no_optimizer_steps_adds_up_in_no_norm_and_is_clipped_with_nothing():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
+
+    def do(_):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+
+    found = norms_of(model, do)
+    expected = torch.stack([p.grad.square().sum() for p in model[1].parameters()]).sum().sqrt().item()
+    assert found == pytest.approx([expected] * 6)
+
+
+def test_two_optimizers_of_one_backward_step_by_the_same_norm():
+    model = two_layers()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
+    left = []
+
+    def do(_):
+        model.zero_grad()
+        left.append(backward_and_clip(model))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    found = norms_of(model, do)
+    assert found[1:] == pytest.approx([left[0]] * 11), "of the second one nothing is known before it steps"
+    assert left[0] > found[0]
+
+
+def test_what_another_optimizer_has_stepped_by_before_is_of_no_step_in_turns():
+    model = two_layers()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model)
+
+    def do(_):
+        first.zero_grad()
+        model[0](torch.ones(8, 4)).sum().backward()
+        first.step()
+        second.zero_grad()
+        model[1](torch.ones(8, 4)).sum().backward()
+        second.step()
+
+    norms = [math.sqrt(4 * 4 * 8**2 + 4 * 8**2), math.sqrt(4 * 8**2 + 8**2)]
+    assert norms_of(model, do) == pytest.approx(norms * 6)
+
+
 class Wraps(torch.optim.Optimizer):
     """Stands for an optimizer, as what Accelerate makes of one does: torch calls no hooks around its step."""
 
