@@ -306,7 +306,8 @@ class SlowMo(_Outer):
     """SlowMo (Wang et al., 2020, algorithm 1): a slow momentum over the members' mean way.
 
     The paper divides each way by the learning rate and multiplies the step by it. Here the velocity is in
-    units of the parameters and is scaled when the learning rate of a parameter changes, which is the same.
+    units of the parameters and is scaled when the learning rate changes, which is the same; of an optimizer
+    with several groups, by how the largest of their rates does.
 
     A member that comes later, at a server, begins with the mean and a velocity of 0, and is apart from the
     others until the difference has faded.

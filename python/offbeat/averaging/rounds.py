@@ -31,7 +31,7 @@ class Progress:
         iterations: Since the start.
         samples: Since the start.
         is_at_work: It has not ended.
-        rate: Learning rate of its optimizer's first group; 0 where it has none yet.
+        rate: The largest learning rate of its optimizer's groups; 0 where there is none yet.
         metric: What the pace goes by; None where there is none.
         setting: What else has to be the same in all members, as JSON can have it.
         wish: What else is followed once it is the same in all members, likewise.

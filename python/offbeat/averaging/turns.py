@@ -19,7 +19,9 @@ from offbeat.averaging.timing import Agreement, Asked, Timing
 from offbeat.averaging.unshared import Unshared
 from offbeat.errors import ConnectionLostError, NonFiniteError
 from offbeat.local import LocalOptimizer
+from offbeat.local.lr_scale import largest_rate
 from offbeat.local.parameters import check_same, each_once
+from offbeat.local.stepped import Stepped
 
 __all__ = ["FLUSH_AGAIN", "Owner", "Turns", "setting_of"]
 
@@ -88,6 +90,7 @@ class Turns:
         self.members = joined.members
         self.named = each_once(model)
         self.optimizer = LocalOptimizer(model)
+        self._stepped = Stepped(parameter for _, parameter in self.named)
         self.timing = timing
         self.longest = timing.pace.every
         self.gauge = gauge
@@ -380,12 +383,14 @@ class Turns:
         if not is_mended:
             whose = "" if self.members.is_alone else ", nor any member's"
             raise NonFiniteError(f"{text}{whose}, so there is nothing to go on from: {remedy}")
+        own = {id(parameter) for _, parameter in self.named}
         live = self.optimizer.live
-        for kept in list(live.state if live is not None else ()):
-            assert live is not None  # noqa: S101  it has states
-            values = [v for v in live.state[kept].values() if isinstance(v, torch.Tensor)]
-            if not all(bool(value.isfinite().all()) for value in values):
-                del live.state[kept]
+        others = [one for one in self._stepped.optimizers() if one is not live]  # of a user's own loop
+        for optimizer in others if live is None else [live, *others]:
+            for kept in [one for one in optimizer.state if id(one) in own]:
+                values = [v for v in optimizer.state[kept].values() if isinstance(v, torch.Tensor)]
+                if not all(bool(value.isfinite().all()) for value in values):
+                    del optimizer.state[kept]
         log.warn(
             f"{text}: it adds nothing to round {self.course.rounds} and goes on from the newest "
             f"mean; {remedy}"
@@ -424,7 +429,7 @@ class Turns:
             iterations=self.course.iterations,
             samples=self.course.samples,
             is_at_work=is_at_work,
-            rate=0.0 if live is None else float(live.param_groups[0]["lr"]),
+            rate=0.0 if live is None else largest_rate(live),
             metric=self._measured(owner) if is_at_work else None,
             setting=setting_of(self.timing, self.gauge),
             wish=[*self.timing.wish(), self.gauge.name],

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offbeat import log
 from offbeat.local.every_step import after_every_step, before_every_step, with_closure
 
-__all__ = ["arrange", "as_set", "factor_of", "listen", "scale", "scaled", "unscale"]
+__all__ = ["arrange", "as_set", "factor_of", "largest_rate", "listen", "scale", "scaled", "unscale"]
 
 Rate = float | torch.Tensor
 
@@ -71,6 +71,12 @@ def factor_of(optimizer: torch.optim.Optimizer) -> float:
     """Give what an optimizer's learning rates are multiplied by while it steps."""
     known = _scaled.get(optimizer)
     return 1.0 if known is None else known.factor
+
+
+def largest_rate(optimizer: torch.optim.Optimizer) -> float:
+    """Give the largest rate by which a group steps; 0 where the optimizer makes its own."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+    return factor_of(optimizer) * max(rates, default=0.0)
 
 
 def scale(optimizer: torch.optim.Optimizer, by: float) -> None:

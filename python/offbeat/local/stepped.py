@@ -41,6 +41,12 @@ class Stepped:
             every = (*self._steps.values(), *self._gone)
             return {one for steps in every if steps.newest > number for one in steps.ids}
 
+    def optimizers(self) -> list[Optimizer]:
+        """Give those that have stepped some of the parameters, and are there still."""
+        with _lock:
+            living = [steps.optimizer() for steps in self._steps.values() if steps.ids]
+        return [optimizer for optimizer in living if optimizer is not None]
+
     def forget(self, number: int) -> None:
         """Nobody asks for what was stepped up to that step any more."""
         with _lock:

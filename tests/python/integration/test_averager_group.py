@@ -239,7 +239,7 @@ def test_running_statistics_are_averaged_by_samples_and_keep_what_came_since(ove
         assert found[rank][-1] == pytest.approx(expected, rel=1e-5)
 
 
-def sick(rank):
+def sick(rank, is_given):
     trained = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=2)
     live = torch.optim.Adam(trained.parameters(), lr=0.01)
@@ -252,7 +252,7 @@ def sick(rank):
             live.zero_grad()
             LOSS(trained(inputs), targets).backward()
             live.step()
-            ours.step(len(inputs), optimizer=live)
+            ours.step(len(inputs), optimizer=live if is_given else None)
     moments = [bool(value["exp_avg"].isfinite().all()) for value in live.state.values()]
     ours.flush()
     return (
@@ -322,8 +322,9 @@ def test_where_no_member_is_finite_it_is_an_error_in_all_at_once():
         assert iterations == 4
 
 
-def test_a_member_that_is_not_finite_goes_on_from_the_others_mean_with_all_that_it_keeps():
-    (well, _, first), (ill, are_finite, second) = together(sick, 2)
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_member_that_is_not_finite_goes_on_from_the_others_mean_with_all_that_it_keeps(is_given):
+    (well, _, first), (ill, are_finite, second) = together(sick, 2, is_given)
     assert (well, ill) == (0, 1), "warned once, and then it was well again"
     assert are_finite
     assert all(np.isfinite(value).all() for value in first)

@@ -13,6 +13,7 @@ import offbeat
 from offbeat import averaging, optim
 from offbeat.averaging.pace import Adaptive
 from offbeat.errors import ClosedError, ConfigError, NonFiniteError, StateError, UnknownAttributeError
+from offbeat.local import lr_scale
 from support.averaging import warned
 
 LOSS = nn.CrossEntropyLoss()
@@ -487,7 +488,8 @@ def test_a_parameter_that_is_unfrozen_begins_with_the_mean():
     assert torch.allclose(trained[0].weight, expected, atol=1e-6)
 
 
-def test_slowmo_follows_the_learning_rate_as_the_paper_does():
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_slowmo_follows_the_learning_rate_as_the_paper_does(is_scheduled):
     ours = offbeat.AsyncModelAverager(
         model(), averaging_frequency=2, method=averaging.SlowMo(alpha=1.0, beta=0.5), overlap=False
     )
@@ -495,7 +497,11 @@ def test_slowmo_follows_the_learning_rate_as_the_paper_does():
     x = [p.detach().clone() for p in ours.model.parameters()]
     u = [torch.zeros_like(p) for p in x]
     for number in range(4):
-        live.param_groups[0]["lr"] = gamma = 0.1 / (1 + number)
+        gamma = 0.1 / (1 + number)
+        if is_scheduled:
+            live.param_groups[0]["lr"] = gamma
+        else:  # as a monitor's "reduce_lr" does
+            lr_scale.scale(live, number / (1 + number) if number else 1.0)
         trained = model()
         trained.load_state_dict(ours.model.state_dict())
         theirs = torch.optim.SGD(trained.parameters(), lr=gamma)
@@ -508,6 +514,22 @@ def test_slowmo_follows_the_learning_rate_as_the_paper_does():
         train(ours, 2, live, first=2 * number)
         for p, value in zip(ours.model.parameters(), x, strict=True):
             assert torch.allclose(p, value, atol=1e-6), number
+
+
+def test_an_optimizer_that_makes_its_own_rate_is_averaged_as_any():
+    class MakesItsOwn(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+    theirs, ours = model(), offbeat.AsyncModelAverager(model(), averaging_frequency=2, method="slowmo")
+    train(ours, 4, MakesItsOwn(ours.model.parameters(), {"lr": None}))
+    ours.close()
+    alike = offbeat.AsyncModelAverager(theirs, averaging_frequency=2, method="slowmo")
+    train(alike, 4, torch.optim.SGD(theirs.parameters(), lr=0.1))
+    alike.close()
+    assert all(map(torch.allclose, ours.model.parameters(), theirs.parameters()))
 
 
 def test_a_model_in_bfloat16_keeps_its_reference_in_float32():
