@@ -5,12 +5,16 @@ becomes a meter that is updated per batch and read per log line; only the readin
 torchmetrics collection becomes as many as it has members.
 """
 
-from collections.abc import Callable, Iterable
+import copy
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from offbeat import process
 from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
 from offbeat.naming import unknown
@@ -194,13 +198,17 @@ class _Object:
 
     def __init__(self, metric: MetricObject, name: str | None = None) -> None:
         self.name = name or type(metric).__name__
-        self._metric = metric
         self.is_empty = True
+        at_work = _at_work.get(metric, lambda: None)()
+        if at_work is not None and not at_work.is_empty:
+            metric = _copied(metric)
+        self._metric = metric
         metric.reset()
 
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:  # noqa: ARG002  of Meter
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach()
+        _at_work[self._metric] = weakref.ref(self)
         self._metric.update(outputs, targets)
         self.is_empty = False
 
@@ -211,6 +219,21 @@ class _Object:
         self._metric.reset()
         self.is_empty = True
         return value
+
+
+_at_work: MutableMapping[MetricObject, "Callable[[], _Object | None]"] = WeakIdKeyDictionary()
+"""By whom an object was updated last: one that training measures by may be given to an evaluation in between,
+and keeps what it has of the training."""
+
+
+def _copied(metric: MetricObject) -> MetricObject:
+    try:
+        return copy.deepcopy(metric)
+    except Exception as error:
+        raise ConfigError(
+            f"the metric {type(metric).__name__} keeps an account of training that goes on, and cannot be "
+            f"copied ({process.cause_of(error)}): give another object of it"
+        ) from error
 
 
 def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: ANN401  whatever came

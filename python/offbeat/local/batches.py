@@ -258,7 +258,8 @@ def moved(value: object, device: torch.device) -> Any:  # noqa: ANN401  as it wa
     `to` of its own, as a PackedSequence or transformers' BatchEncoding, is moved by that.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        # Of a copy to the CPU that nobody waits for, the memory would be read before it is there.
+        return value.to(device, non_blocking=device.type != "cpu")
     if callable(to := getattr(value, "to", None)):
         return to(device)
     if isinstance(value, Mapping):

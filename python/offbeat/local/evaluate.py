@@ -99,9 +99,7 @@ def measure(
     """
     seen = 0
     with ExitStack() as stack:
-        stack.enter_context(without_a_trace(module, device))
-        stack.enter_context(same_buffers(module, are_few=True))
-        stack.enter_context(_same_generators(batches))
+        stack.enter_context(without_a_trace(module, batches, device))
         if isinstance(loss_fn, nn.Module):
             stack.enter_context(_same_modes(loss_fn))
             stack.enter_context(same_buffers(loss_fn))
@@ -126,9 +124,17 @@ def measure(
 
 
 @contextmanager
-def without_a_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put a model into eval mode in here; afterwards all modes and random states are as they were."""
-    with _same_modes(module), _same_random_state(device):
+def without_a_trace(module: nn.Module, batches: Iterable[Any], device: torch.device) -> Iterator[None]:
+    """Put a model into eval mode in here; afterwards all modes, buffers and random states are as they were.
+
+    Those of the data's own generators, too.
+    """
+    with (
+        _same_modes(module),
+        _same_random_state(device),
+        same_buffers(module, are_few=True),
+        _same_generators(batches),
+    ):
         yield
 
 

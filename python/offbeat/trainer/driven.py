@@ -50,7 +50,7 @@ class Driven:
         live, stage = self._workshop.live, self._stage
         with ExitStack() as stack:
             stack.enter_context(recomputed(self._twice))
-            stack.enter_context(self._scheduling.steps(live))
+            stack.enter_context(self._scheduling.steps(live, self._workshop.model))
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
             stage.begin()

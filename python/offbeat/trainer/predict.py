@@ -15,7 +15,7 @@ __all__ = ["predict"]
 
 
 def predict(model: nn.Module, loader: Iterable[Any], *, device: torch.device) -> Any:  # noqa: ANN401  the model's
-    """Run a model over all batches in eval mode; no mode, random state or gradient is other afterwards.
+    """Run a model over all batches in eval mode; modes, buffers, random states and gradients stay.
 
     Args:
         model: The model.
@@ -30,7 +30,7 @@ def predict(model: nn.Module, loader: Iterable[Any], *, device: torch.device) ->
         ConfigError: If there is no batch, or what the model gives are no batches of tensors.
     """
     cpu = torch.device("cpu")
-    with without_a_trace(model, device), torch.no_grad():
+    with without_a_trace(model, loader, device), torch.no_grad():
         parts = [moved(model(moved(_inputs(batch), device)), cpu) for batch in loader]
     if not parts:
         raise ConfigError("predict got no batches: the loader is empty, or was used up before")

@@ -56,7 +56,7 @@ def recomputed(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Let parts of a model be computed twice in here; afterwards they are as they were."""
     own = [(part, part.__dict__.get("forward")) for part in parts]
     for part in parts:
-        part.forward = _twice(part.forward)
+        part.__dict__["forward"] = _Twice(part, part.__dict__.get("forward"))
     try:
         yield
     finally:
@@ -67,11 +67,17 @@ def recomputed(parts: Sequence[nn.Module]) -> Iterator[None]:
                 part.__dict__["forward"] = forward
 
 
-def _twice(forward: Any) -> Any:  # noqa: ANN401  any function
-    def recompute(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as those of any module
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+class _Twice:
+    """The forward pass of a part: of a copy of the part, which a callback may make, that of the copy."""
 
-    return recompute
+    def __init__(self, part: nn.Module, own: Any) -> None:  # noqa: ANN401  any function
+        """Take the part, and the forward of its own that it has beside its class's, if there is one."""
+        self._part = part
+        self._own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as those of any module
+        forward = type(self._part).forward.__get__(self._part) if self._own is None else self._own
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _of_sequentials(model: nn.Module) -> list[str]:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from offbeat import log, process
+from offbeat import log, process, trained_by
 from offbeat.checks import Faults
 from offbeat.errors import ConfigError
 from offbeat.local.optimizer import are_equal
@@ -58,13 +59,18 @@ class Scheduling:
         return self.meter is not None
 
     @contextmanager
-    def steps(self, live: torch.optim.Optimizer | None) -> Iterator[None]:
-        """Follow each step of an optimizer, whoever makes it."""
+    def steps(self, live: torch.optim.Optimizer | None, model: nn.Module) -> Iterator[None]:
+        """Follow each step of an optimizer, whoever makes it, but for those whose batch a monitor dropped."""
         if self.scheduler is None or live is None or self._interval != "step":
             yield
             return
         scheduler = self.scheduler
-        hook = live.register_step_post_hook(lambda *_: scheduler.step())
+
+        def follow(*_: object) -> None:
+            if not trained_by.has_dropped(model):
+                scheduler.step()
+
+        hook = live.register_step_post_hook(follow)
         try:
             yield
         finally:

@@ -380,7 +380,7 @@ class AsyncTrainer(Driveable):
             stack.enter_context(self._in_train())
             stack.enter_context(self._stop.training())
             stack.enter_context(recomputed(self._twice))
-            stack.enter_context(scheduling.steps(live))
+            stack.enter_context(scheduling.steps(live, self.model))
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)
             self._stage.begin()

@@ -123,6 +123,20 @@ def test_an_object_that_got_no_batch_is_nan_and_is_not_asked():
     assert math.isnan(meter.read())
 
 
+def test_an_object_that_is_given_to_an_evaluation_in_between_keeps_what_it_has_of_the_training():
+    metric = torchmetrics.classification.MulticlassAccuracy(num_classes=2, average="micro")
+    (training,) = meters([metric])
+    right, wrong = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    target = torch.zeros(1, dtype=torch.long)
+    for outputs in (right, wrong, wrong):
+        training.update(outputs, target, None, 1)
+    assert read(metric, [(right, target, None)]) == 1.0
+    training.update(wrong, target, None, 1)
+    assert training.read() == 0.25
+    assert read(metric, [(wrong, target, None)]) == 0.0
+    assert math.isnan(training.read())
+
+
 def test_a_torchmetrics_object_computes_over_all_batches():
     torch.manual_seed(0)
     outputs, targets = torch.randn(50, 4), torch.randint(0, 4, (50,))

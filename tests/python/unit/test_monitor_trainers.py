@@ -101,6 +101,25 @@ def test_a_run_of_which_all_batches_were_dropped_is_not_good_and_moves_no_schedu
     assert not entries(tmp_path)[0].manifest.is_good
 
 
+@pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant", "around it"])
+def test_a_batch_that_a_remedy_dropped_moves_no_scheduler(kind, tmp_path):
+    model = net()
+    live = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(live, 0.9)
+    run = {"dataloader": BATCHES, "loss_fn": Loss(), "optimizer": live}
+    run |= {"scheduler": scheduler, "scheduler_interval": "step"}
+    trainer = offbeat.AsyncTrainer(model, strategy="average" if kind == "average" else "local")
+    around = {"fault_tolerant": model, "around it": trainer}.get(kind)
+    with AsyncTrainingMonitor(model, remediation_strategy="reject", warm_up=5):
+        if around is None:
+            history = trainer.train(**run, progress=False)
+        else:
+            history = offbeat.FaultTolerantTrainer(around, tmp_path).train(**run)
+    assert (history.skipped, history.steps) == (1, 10)
+    assert scheduler.last_epoch == 9
+    assert live.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**9)
+
+
 @pytest.mark.parametrize("kind", ["local", "average", "fault_tolerant", "around an averager", "around it"])
 def test_a_batch_whose_gradients_a_remedy_dropped_is_skipped_and_counts_in_no_mean(kind, tmp_path):
     model, steps = net(), []

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import itertools
 import json
 import logging
@@ -498,6 +499,32 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(given):
     assert (ours[0].computed, theirs[0].computed) == (36, 18)
     assert not any("forward" in part.__dict__ for part in ours.modules())
     copy.deepcopy(ours)
+
+
+def test_a_copy_of_a_model_that_is_computed_twice_computes_by_its_own_weights():
+    class Keeps:
+        saved = io.BytesIO()
+
+        def on_epoch_end(self, trainer, epoch):
+            if not epoch:
+                self.copied = copy.deepcopy(trainer.model)
+                torch.save(trainer.model, self.saved)
+                self.state = copy.deepcopy(trainer.model.state_dict())
+
+    ours, plain, kept = blocks(), blocks(), Keeps()
+    train(offbeat.AsyncTrainer(ours, gradient_checkpointing=True, callbacks=kept), optim.SGD(lr=0.1))
+    plain.load_state_dict(kept.state)
+    inputs = DATA[0][0]
+    expected = plain.eval()(inputs)
+    assert not torch.equal(expected, ours.eval()(inputs)), "it was trained on"
+    found = kept.copied.eval()(inputs)
+    assert torch.equal(found, expected)
+    gradients = [parameter.grad.clone() for parameter in ours.parameters()]
+    kept.copied.zero_grad()
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in kept.copied.parameters())
+    assert all(map(torch.equal, gradients, [parameter.grad for parameter in ours.parameters()]))
+    assert kept.saved.tell() > 0
 
 
 @pytest.mark.parametrize("strategy", ["local", "accumulate"])
@@ -1353,6 +1380,26 @@ def test_evaluate_and_predict_leave_no_trace():
         == pytest.approx((expected.argmax(1) == targets).float().mean())
     )
     assert found["loss"] == pytest.approx(LOSS(expected, targets).item(), rel=1e-5)
+
+
+def test_predict_in_the_midst_moves_no_generator_of_the_data_and_no_buffer():
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 5)
+            self.register_buffer("num_seen", torch.zeros(()))
+
+        def forward(self, inputs):
+            self.num_seen += len(inputs)
+            return super().forward(inputs)
+
+    trainer, generator = offbeat.AsyncTrainer(Counts()), torch.Generator().manual_seed(0)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.zeros(8, 6)), batch_size=4, shuffle=True, generator=generator
+    )
+    before = generator.get_state()
+    assert trainer.predict(loader).shape == (8, 5)
+    assert torch.equal(generator.get_state(), before)
+    assert trainer.model.num_seen == 0
 
 
 class Both(nn.Module):
