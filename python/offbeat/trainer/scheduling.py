@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -39,6 +39,13 @@ Given: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] 
 Interval: TypeAlias = Literal["epoch", "step"]
 
 INTERVALS = ("epoch", "step")
+
+GIVEN = (
+    "T_0", "T_max", "T_mult", "_milestones", "cooldown", "end_factor", "eta_min", "factor", "gamma",
+    "milestones", "mode", "patience", "power", "start_factor", "step_size", "threshold", "total_iters",
+    "total_steps",
+)  # fmt: skip
+"""What torch's schedulers are made with, and do not move themselves."""
 
 
 class Scheduling:
@@ -229,11 +236,12 @@ def _undoing(one: Any) -> Callable[[], None]:  # noqa: ANN401  an optimizer, a s
 
 
 def bring_back_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:  # noqa: ANN401  as in `step_by`
-    """Load a scheduler's state.
+    """Load a scheduler's state; of what it was made with here that stays another's, warn.
 
     Raises:
         ConfigError: If it does not take it, as one of several, of which the state had more.
     """
+    others = _others(scheduler, saved)
     try:
         scheduler.load_state_dict(saved)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -241,6 +249,25 @@ def bring_back_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:  # noqa
             f"the {type(scheduler).__name__} does not take the state's ({type(error).__name__}: {error}): "
             f"make it as it was made where the state was taken"
         ) from error
+    if others:
+        log.warn(
+            f"the {type(scheduler).__name__} is made with {', '.join(others)}, which stays: the schedule is "
+            f"that of the state. For a longer run make it as long from the beginning, or set it in a callback"
+        )
+
+
+def _others(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:  # noqa: ANN401  as in `step_by`
+    """Word what a scheduler was made with, where a state has something else; of those in it, too."""
+    own = vars(scheduler)
+    words = [
+        f"{name.lstrip('_')}={own[name]!r} where the state has {saved[name]!r}"
+        for name in GIVEN
+        if name in own and name in saved and own[name] != saved[name]
+    ]
+    inner = zip(own.get("_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    for one, state in inner:
+        words += [f"a {type(one).__name__} with {other}" for other in _others(one, state)]
+    return words
 
 
 def _copied(name: str, value: Any) -> Any:  # noqa: ANN401  of a parameter group

@@ -114,6 +114,42 @@ def test_it_trains_as_a_plain_loop_does_with_scheduler_and_scaler(given, theirs,
     assert (history.epochs, history.steps, history.samples, history.stopped) == (3, 15, 120, "epochs")
 
 
+SCHEDULERS = torch.optim.lr_scheduler
+
+
+def in_turn(optimizer, length):
+    parts = [
+        SCHEDULERS.ConstantLR(optimizer, total_iters=1),
+        SCHEDULERS.CosineAnnealingLR(optimizer, T_max=length),
+    ]
+    return SCHEDULERS.SequentialLR(optimizer, parts, milestones=[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda live, length: SCHEDULERS.CosineAnnealingLR(live, T_max=length), "made with T_max="),
+        (lambda live, length: SCHEDULERS.MultiStepLR(live, [1, length]), "made with milestones="),
+        (in_turn, "made with a CosineAnnealingLR with T_max="),
+    ],
+)
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_schedule_of_another_length_than_the_checkpoint_s_is_warned_of(
+    make, told, length, tmp_path, caplog
+):
+    for epochs, now in ((2, 2), (4, length)):
+        caplog.clear()
+        run(
+            made(tmp_path),
+            epochs=epochs,
+            optimizer=optim.SGD(lr=0.1),
+            scheduler=functools.partial(make, length=now),
+        )
+    said = [record.message for record in caplog.records if "is made with" in record.message]
+    assert len(said) == (length != 2)
+    assert all(told in one and "For a longer run make it as long from the beginning" in one for one in said)
+
+
 def test_a_sum_over_the_batch_is_shown_as_a_mean(tmp_path):
     history = run(
         made(tmp_path, loss_reduction="sum"),
