@@ -1,5 +1,6 @@
 """One member's rounds, one after another: when each begins, when it ends, and what follows from it."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -265,6 +266,7 @@ class Turns:
         self._tell_of_few(outcome.num_at_work)
         if not outcome.is_finite:
             self._recover(is_mended=outcome.is_mended)
+        self._stepped.forget(self._stepped.number)
         if self.method != before:
             log.info("from round %d on the method is %r", self.rounds.number, self.method)
         if outcome.are_agreed and outcome.asked is not None:
@@ -354,6 +356,7 @@ class Turns:
             if has_trained:
                 self.course.count_round(None)
                 self._adapt(progress.metric)
+            self._stepped.forget(self._stepped.number)
             self.course.end_round()
             self._agree(owner, self.timing.asked())
             return
@@ -388,7 +391,9 @@ class Turns:
         others = [one for one in self._stepped.optimizers() if one is not live]  # of a user's own loop
         for optimizer in others if live is None else [live, *others]:
             for kept in [one for one in optimizer.state if id(one) in own]:
-                values = [v for v in optimizer.state[kept].values() if isinstance(v, torch.Tensor)]
+                state = optimizer.state[kept]
+                found = state.values() if isinstance(state, Mapping) else ()
+                values = [value for value in found if isinstance(value, torch.Tensor)]
                 if not all(bool(value.isfinite().all()) for value in values):
                     del optimizer.state[kept]
         log.warn(

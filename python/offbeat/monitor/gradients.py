@@ -3,20 +3,20 @@
 Their norm is that which backward left, unless they have grown since: a user who clips them, or a GradScaler
 that has multiplied them, would else hide what is to be seen.
 
-A step's gradients are those that its optimizer holds. Others count where the same backward left them and
-another optimizer steps by them, as where layers of two kinds have one each: what no optimizer holds adds up
-from batch to batch, and what another one has stepped by is of a batch before.
+A step's gradients are those that its optimizer holds: what none holds adds up from batch to batch, and what
+another one has stepped by is of a batch before. Optimizers that step one after the other without a backward
+in between, as where layers of two kinds have one each, step by one gradient, and are judged by the whole of
+it; but for a GradScaler's, which is divided by its scale for each at another time.
 """
 
 import math
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from offbeat import log
 from offbeat.monitor.skips import is_told_to_skip
@@ -78,7 +78,9 @@ class Gradients:
         self._are_unscaled = are_unscaled
         self._left: dict[int, _Left] = {}  # by parameter
         self._judged: dict[int, _Judged] = {}  # likewise what the last backward left, behind the first step
-        self._stepped: set[int] = set()  # parameters of optimizers that have stepped
+        self._stepped: set[int] = set()  # parameters of optimizers that have stepped since that
+        self._together: set[int] = set()  # likewise of those that did after the backward before it
+        self._is_new = True  # whether there was a backward since the last step
         self._is_first = True
         self._is_scaled_by_others = False
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
@@ -90,21 +92,26 @@ class Gradients:
                 gradients._accumulated(parameter)  # noqa: SLF001  this very class
 
         self._hook = accumulated
-        self._hooks: MutableMapping[torch.Tensor, RemovableHandle] = WeakIdKeyDictionary()
+        self._hooks: dict[
+            int, RemovableHandle
+        ] = {}  # by parameter, of which torch swaps none with a weak reference
         self._listen()
 
     def _listen(self) -> None:
         """Hear of all that is trained by now; of what is frozen torch lets nobody hear."""
         if not self._is_measured:
             return
-        for parameter in self._model.parameters():
-            if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
+        there = {id(parameter): parameter for parameter in self._model.parameters()}
+        for gone in self._hooks.keys() - there.keys():
+            self._hooks.pop(gone).remove()
+        for key, parameter in there.items():
+            if parameter.requires_grad and key not in self._hooks:
+                self._hooks[key] = parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Measure no more."""
         self._is_measured = False
-        for hook in list(self._hooks.values()):
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._left.clear()
@@ -126,6 +133,7 @@ class Gradients:
             self._left.clear()
             return None
         self._listen()
+        self._begin_step(_held_by(optimizer))
         there = self._of(optimizer)
         if not there:
             return None
@@ -188,20 +196,28 @@ class Gradients:
         for p in self._model.parameters():
             p.grad = None
 
+    def _begin_step(self, own: set[int]) -> None:
+        if self._is_new:
+            self._together, self._stepped = self._stepped, set()
+        if self._is_new or own & self._stepped:  # else another optimizer has stepped by the same
+            self._judged.clear()
+        self._is_new = False
+        self._stepped |= own
+
     def _of(self, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
         """Give the parameters with gradients that count for a step; of an unknown optimizer, all."""
         there = [p for p in self._model.parameters() if p.grad is not None]
         if optimizer is None:
             return there
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._stepped |= own
-        known = self._left.keys() | self._judged.keys()
-        others = self._stepped & known if known else self._stepped
-        return [p for p in there if id(p) in own or id(p) in others]
+        counts = _held_by(optimizer)
+        is_scaled = self._is_scaled_by_others or getattr(optimizer, "grad_scale", None) is not None
+        if self._scaler is None and not is_scaled:
+            counts |= self._stepped | (self._together if counts <= self._together else set())
+        return [p for p in there if id(p) in counts]
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.
-        self._judged.clear()
+        self._is_new = True
         gradient = parameter.grad
         if gradient is not None and not self._is_scaled_by_others:
             version = gradient._version  # noqa: SLF001  torch's own way to ask
@@ -263,6 +279,13 @@ class _Judged:
     def is_of(self, gradient: torch.Tensor | None) -> bool:
         """Tell whether it is of this one."""
         return self.gradient == id(gradient)
+
+
+def _held_by(optimizer: torch.optim.Optimizer | None) -> set[int]:
+    """Give the ids of an optimizer's parameters."""
+    return (
+        set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+    )
 
 
 def _size(norm: float) -> float:

@@ -239,10 +239,18 @@ def test_running_statistics_are_averaged_by_samples_and_keep_what_came_since(ove
         assert found[rank][-1] == pytest.approx(expected, rel=1e-5)
 
 
+class Keeps(torch.optim.Optimizer):
+    """One that moves nothing, and keeps what is no dict."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = (parameter.detach().clone(),)
+
+
 def sick(rank, is_given):
     trained = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
     ours = offbeat.AsyncModelAverager(trained, averaging_frequency=4, overlap=2)
-    live = torch.optim.Adam(trained.parameters(), lr=0.01)
+    live, beside = torch.optim.Adam(trained.parameters(), lr=0.01), Keeps(trained.parameters(), {})
     with warned() as told:
         for number in range(24):
             random = torch.Generator().manual_seed(100 * rank + number)
@@ -252,6 +260,7 @@ def sick(rank, is_given):
             live.zero_grad()
             LOSS(trained(inputs), targets).backward()
             live.step()
+            beside.step()
             ours.step(len(inputs), optimizer=live if is_given else None)
     moments = [bool(value["exp_avg"].isfinite().all()) for value in live.state.values()]
     ours.flush()

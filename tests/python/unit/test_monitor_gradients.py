@@ -743,6 +743,10 @@ def backward_and_clip(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
 
 
+def norm_left(model):
+    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+
+
 def two_layers():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -813,6 +817,71 @@ def test_what_another_optimizer_has_stepped_by_before_is_of_no_step_in_turns():
 
     norms = [math.sqrt(4 * 4 * 8**2 + 4 * 8**2), math.sqrt(4 * 8**2 + 8**2)]
     assert norms_of(model, do) == pytest.approx(norms * 6)
+
+
+def test_a_generator_is_not_judged_by_what_its_backward_leaves_on_the_discriminator():
+    model = two_layers()
+    generator, discriminator = (torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model)
+    left = []
+
+    def do(_):
+        discriminator.zero_grad()
+        model[1](model[0](torch.ones(8, 4)).detach()).sum().mul(100.0).backward()
+        left.append(norm_left(model[1]))
+        discriminator.step()
+        generator.zero_grad()
+        model(torch.ones(8, 4)).sum().backward()
+        left.append(norm_left(model[0]))
+        generator.step()
+
+    assert norms_of(model, do) == pytest.approx(left)
+    assert left[0] > 10 * left[1]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_of_two_optimizers_under_one_scaler_each_is_judged_by_what_it_steps(is_given):
+    model = two_layers()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    found, left = [], []
+    with AsyncTrainingMonitor(model, ["gradient_norm"], grad_scaler=scaler if is_given else None) as monitor:
+        for _ in range(4):
+            model.zero_grad()
+            scaler.scale(model(torch.ones(8, 4)).sum()).backward()
+            for layer, optimizer in zip(model, optimizers, strict=True):
+                scaler.unscale_(optimizer)
+                left.append(norm_left(layer))
+                scaler.step(optimizer)
+            scaler.update()
+        found = monitor.report().series["gradient_norm"].values
+    assert found[2:] == pytest.approx(left[2:])
+
+
+def test_a_gradient_that_is_filled_anew_without_backward_is_measured_as_it_is():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(torch.ones(8, 4)).sum().mul(1000.0).backward()
+
+    def do(step):
+        if step:
+            for parameter in model.parameters():
+                parameter.grad.fill_(1.0)
+        optimizer.step()
+
+    found = norms_of(model, do)
+    assert found[1:] == pytest.approx([math.sqrt(4 * 4 + 4 + 4 + 1)] * 5)
+
+
+def test_a_model_that_is_watched_can_be_converted_by_swapping_its_tensors():
+    model = two_layers()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with AsyncTrainingMonitor(model, ["gradient_norm"]):
+            model.double()
+            model.load_state_dict(model.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model[0].weight.dtype is torch.float64
 
 
 class Wraps(torch.optim.Optimizer):
