@@ -92,14 +92,14 @@ class Gradients:
                 gradients._accumulated(parameter)  # noqa: SLF001  this very class
 
         self._hook = accumulated
-        self._hooks: dict[
-            int, RemovableHandle
-        ] = {}  # by parameter, of which torch swaps none with a weak reference
+        # By parameter, without a reference to it: torch swaps the tensors of none that has a weak one.
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._is_open = True
         self._listen()
 
     def _listen(self) -> None:
         """Hear of all that is trained by now; of what is frozen torch lets nobody hear."""
-        if not self._is_measured:
+        if not (self._is_measured and self._is_open):
             return
         there = {id(parameter): parameter for parameter in self._model.parameters()}
         for gone in self._hooks.keys() - there.keys():
@@ -110,7 +110,7 @@ class Gradients:
 
     def close(self) -> None:
         """Measure no more."""
-        self._is_measured = False
+        self._is_open = False
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
