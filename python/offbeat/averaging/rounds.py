@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from offbeat import log
 from offbeat.averaging.members import DIFFERENT, NEXT_TO_NOTHING, Heard, Members, Said, terms_of
@@ -200,6 +201,10 @@ class Rounds:
     def trains_others(self) -> bool:
         """Whether this member trains other parameters (requires_grad) than those that are averaged."""
         return self._trained.wanted() != self._trained.are_agreed
+
+    def optimizers(self) -> list[Optimizer]:
+        """Give those that have stepped since the newest round ended, or began where it is under way."""
+        return self._trained.optimizers()
 
     def is_there(self) -> bool:
         """Tell whether the round under way can be ended without waiting."""

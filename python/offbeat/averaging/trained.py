@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from offbeat.local.stepped import Stepped
 
@@ -86,6 +87,10 @@ class Trained:
     def writes(self) -> Writes:
         """Count what was written so far."""
         return Writes([_version(parameter) for parameter in self.parameters], self._stepped.number)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Give those that have trained something here since what is training counts, and are there still."""
+        return self._stepped.optimizers()
 
     def note_written(self, *, since: Writes | None = None, until: Writes | None = None) -> None:
         """Take as training what is written from here on, and what was between two counts.

@@ -1,6 +1,6 @@
 """One member's rounds, one after another: when each begins, when it ends, and what follows from it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -22,7 +22,6 @@ from offbeat.errors import ConnectionLostError, NonFiniteError
 from offbeat.local import LocalOptimizer
 from offbeat.local.lr_scale import largest_rate
 from offbeat.local.parameters import check_same, each_once
-from offbeat.local.stepped import Stepped
 
 __all__ = ["FLUSH_AGAIN", "Owner", "Turns", "setting_of"]
 
@@ -91,7 +90,6 @@ class Turns:
         self.members = joined.members
         self.named = each_once(model)
         self.optimizer = LocalOptimizer(model)
-        self._stepped = Stepped(parameter for _, parameter in self.named)
         self.timing = timing
         self.longest = timing.pace.every
         self.gauge = gauge
@@ -247,6 +245,7 @@ class Turns:
             ConnectionLostError: As `advance`.
         """
         before, fragment = self.method, (self.rounds.number - 1) % self.rounds.num_fragments
+        optimizers = self.rounds.optimizers()  # of which the round's end forgets some
         trained_by.moves(owner.model)
         try:
             outcome = self.rounds.finish(self.course.iterations)
@@ -265,8 +264,7 @@ class Turns:
             self._adapt(outcome.metric)
         self._tell_of_few(outcome.num_at_work)
         if not outcome.is_finite:
-            self._recover(is_mended=outcome.is_mended)
-        self._stepped.forget(self._stepped.number)
+            self._recover(optimizers, is_mended=outcome.is_mended)
         if self.method != before:
             log.info("from round %d on the method is %r", self.rounds.number, self.method)
         if outcome.are_agreed and outcome.asked is not None:
@@ -352,11 +350,10 @@ class Turns:
         if self._is_idle:
             if not self._is_finite():  # as where there would have been a mean
                 self.course.end_round()
-                self._recover(is_mended=False)
+                self._recover((), is_mended=False)
             if has_trained:
                 self.course.count_round(None)
                 self._adapt(progress.metric)
-            self._stepped.forget(self._stepped.number)
             self.course.end_round()
             self._agree(owner, self.timing.asked())
             return
@@ -372,8 +369,12 @@ class Turns:
         if self.timing.setting() != before:
             log.info("from round %d on: %r", max(self.rounds.number, self.course.rounds), owner)
 
-    def _recover(self, *, is_mended: bool) -> None:
-        """Go on after what is averaged was not finite: without what the optimizer kept that is not either.
+    def _recover(self, optimizers: Iterable[torch.optim.Optimizer], *, is_mended: bool) -> None:
+        """Go on after what is averaged was not finite: without what optimizers kept that is not either.
+
+        Args:
+            optimizers: That have stepped it, of a user's own loop.
+            is_mended: Whether there are others', which it has been brought to.
 
         Raises:
             NonFiniteError: If there was no member's mean to go on from.
@@ -388,7 +389,7 @@ class Turns:
             raise NonFiniteError(f"{text}{whose}, so there is nothing to go on from: {remedy}")
         own = {id(parameter) for _, parameter in self.named}
         live = self.optimizer.live
-        others = [one for one in self._stepped.optimizers() if one is not live]  # of a user's own loop
+        others = [one for one in optimizers if one is not live]
         for optimizer in others if live is None else [live, *others]:
             for kept in [one for one in optimizer.state if id(one) in own]:
                 state = optimizer.state[kept]

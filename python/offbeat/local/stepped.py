@@ -42,10 +42,10 @@ class Stepped:
             return {one for steps in every if steps.newest > number for one in steps.ids}
 
     def optimizers(self) -> list[Optimizer]:
-        """Give those that have stepped some of the parameters, and are there still."""
+        """Give those that have stepped some since what is forgotten, and are there still."""
         with _lock:
-            living = [steps.optimizer() for steps in self._steps.values() if steps.ids]
-        return [optimizer for optimizer in living if optimizer is not None]
+            every = [steps.optimizer() for steps in (*self._gone, *self._steps.values()) if steps.ids]
+        return list({id(optimizer): optimizer for optimizer in every if optimizer is not None}.values())
 
     def forget(self, number: int) -> None:
         """Nobody asks for what was stepped up to that step any more."""
