@@ -7,7 +7,7 @@ torchmetrics collection becomes as many as it has members.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
@@ -17,9 +17,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offbeat import process
 from offbeat.checks import objects, refuse
 from offbeat.errors import ConfigError
-from offbeat.naming import unknown
+from offbeat.naming import a_class, unknown
 
-__all__ = ["Mean", "Meter", "Metric", "MetricObject", "accuracy", "is_collection", "listed", "meters"]
+__all__ = [
+    "Mean",
+    "Meter",
+    "Metric",
+    "MetricObject",
+    "accuracy",
+    "apart",
+    "is_collection",
+    "listed",
+    "meters",
+]
 
 
 @runtime_checkable
@@ -60,17 +70,20 @@ class Meter(Protocol):
         """Give the value over the batches since the last reading, and begin anew. Waits for the device."""
 
 
-def meters(metrics: Metric | Iterable[Metric], *, name: str = "metrics") -> list[Meter]:
+def meters(
+    metrics: Metric | Iterable[Metric], *, name: str = "metrics", keeps: Sequence[object] = ()
+) -> list[Meter]:
     """Make the meters for what a user asked for.
 
     Args:
         metrics: As given.
         name: By which keyword.
+        keeps: As of `apart`: an object that another meter is at work with is taken apart from it.
 
     Raises:
         ConfigError: For an unknown name (with the nearest), for what is no metric, for a name given twice.
     """
-    made: list[Meter] = [meter for metric in listed(metrics) for meter in _meters(metric, name)]
+    made: list[Meter] = [meter for metric in listed(metrics) for meter in _meters(metric, name, keeps)]
     names = [meter.name for meter in made]
     if twice := sorted({one for one in names if names.count(one) > 1}):
         raise ConfigError(
@@ -90,6 +103,34 @@ def listed(metrics: Metric | Iterable[Metric]) -> list[Metric]:
 def is_collection(metrics: object) -> bool:
     """Whether these are metrics with names in the manner of torchmetrics' `MetricCollection`."""
     return isinstance(metrics, nn.ModuleDict) and isinstance(metrics, MetricObject)
+
+
+def apart(metric: Metric, keeps: Sequence[object]) -> Metric:
+    """Give a metric that keeps its own account another one, to measure beside what it measures.
+
+    Args:
+        metric: That measures training.
+        keeps: What it may have hold of, and that is not to be copied with it, such as the model.
+
+    Raises:
+        ConfigError: If it cannot be copied.
+    """
+    if not isinstance(metric, MetricObject):
+        return metric
+    parts = [part for one in keeps if isinstance(one, nn.Module) for part in _parts(one)]
+    memo = {id(one): one for one in (*keeps, *parts)}
+    try:
+        return copy.deepcopy(metric, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"metrics has {a_class(metric)} that cannot be copied ({process.cause_of(error)}), and keeps one "
+            f"account, of training, where validation= and evaluate() need their own: give a function, or do "
+            f"without validation=, and give evaluate() another object of it"
+        ) from error
+
+
+def _parts(module: nn.Module) -> list[object]:
+    return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
 def accuracy(outputs: object, targets: object) -> torch.Tensor:
@@ -196,12 +237,14 @@ class Mean:
 class _Object:
     """A torchmetrics object: it keeps its own account."""
 
-    def __init__(self, metric: MetricObject, name: str | None = None) -> None:
+    def __init__(
+        self, metric: MetricObject, name: str | None = None, *, keeps: Sequence[object] = ()
+    ) -> None:
         self.name = name or type(metric).__name__
         self.is_empty = True
         at_work = _at_work.get(metric, lambda: None)()
         if at_work is not None and not at_work.is_empty:
-            metric = _copied(metric)
+            metric = cast(MetricObject, apart(metric, keeps))
         self._metric = metric
         metric.reset()
 
@@ -226,16 +269,6 @@ _at_work: MutableMapping[MetricObject, "Callable[[], _Object | None]"] = WeakIdK
 and keeps what it has of the training."""
 
 
-def _copied(metric: MetricObject) -> MetricObject:
-    try:
-        return copy.deepcopy(metric)
-    except Exception as error:
-        raise ConfigError(
-            f"the metric {type(metric).__name__} keeps an account of training that goes on, and cannot be "
-            f"copied ({process.cause_of(error)}): give another object of it"
-        ) from error
-
-
 def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: ANN401  whatever came
     """See that a metric gave one number, `over` what; a tensor is not read."""
     if isinstance(value, torch.Tensor):
@@ -250,21 +283,21 @@ def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: 
     raise ConfigError(f"the metric {name!r} gave {what}: a metric is one number {over}")
 
 
-def _meters(metric: Metric, keyword: str) -> list[Meter]:
+def _meters(metric: Metric, keyword: str, keeps: Sequence[object]) -> list[Meter]:
     refuse(objects(**{keyword: metric}))  # a class is callable, and has the methods that are looked for
     if is_collection(metric):  # its members share no state: items() gives each a copy
         return [_Object(member, name) for name, member in cast(Any, metric).items()]
-    return [_meter(metric, keyword)]
+    return [_meter(metric, keyword, keeps)]
 
 
-def _meter(metric: Metric, keyword: str) -> Meter:
+def _meter(metric: Metric, keyword: str, keeps: Sequence[object]) -> Meter:
     if isinstance(metric, str):
         if metric not in _NAMES:
             known = unknown("metric", metric, _NAMES)
             raise ConfigError(f"{keyword}: {known}, a callable, or a torchmetrics object")
         return Mean(metric, accuracy if metric == "accuracy" else None)
     if isinstance(metric, MetricObject):
-        return _Object(metric)
+        return _Object(metric, keeps=keeps)
     if callable(metric):
         return Mean(getattr(metric, "__name__", type(metric).__name__), metric)
     raise ConfigError(

@@ -604,6 +604,7 @@ class AsyncModelAverager:
             loss_fn=self._loss_fn if loss_fn is None else loss_fn,
             reduction="mean",
             each=self.note_measured,
+            keeps=[self],
         )
 
     def note_measured(self, batches: int) -> None:

@@ -35,6 +35,7 @@ def evaluate(
     reduction: LossReduction,
     first: Callable[[], object] | None = None,
     each: Each | None = None,
+    keeps: Sequence[object] = (),
 ) -> float | dict[str, float]:
     """Run a model over all batches in eval mode; means are weighted by samples.
 
@@ -48,6 +49,7 @@ def evaluate(
         reduction: Whether it gives a mean or a sum over the batch.
         first: Is called once what was given is known to be usable, and before the first batch.
         each: As in `measure`.
+        keeps: What a metric may have hold of beside the model, as in `apart`.
 
     Returns:
         The mean over all samples; for a list or a collection, a dict by name.
@@ -56,7 +58,7 @@ def evaluate(
         ConfigError: If a metric or the data cannot be used, or there is no sample in it: of nothing there is
             no mean, and NaN would pass for a model that has diverged.
     """
-    measured = meters(metrics)
+    measured = meters(metrics, keeps=[module, *keeps])
     batches = loaded(data, batch_size)
     if first is not None:
         first()

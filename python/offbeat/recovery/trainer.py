@@ -485,6 +485,7 @@ class FaultTolerantTrainer:
             device=self.device,
             loss_fn=self._loss_fn,
             reduction=self._subject.reduction,
+            keeps=[self],
         )
 
     @property

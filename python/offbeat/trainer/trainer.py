@@ -501,6 +501,7 @@ class AsyncTrainer(Driveable):
             loss_fn=self._workshop.loss_fn,
             reduction=self._workshop.reduction,
             each=self._stage.note_measured,
+            keeps=[self],
         )
 
     def predict(self, loader: Iterable[Any] | Dataset[Any]) -> Any:  # noqa: ANN401  what the model gives

@@ -1,6 +1,5 @@
 """Data that a model is not trained on, by which it is measured after each epoch."""
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,38 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from offbeat import process
 from offbeat.errors import ConfigError
 from offbeat.local.batches import gives_once, loaded
 from offbeat.local.evaluate import Each, measure
 from offbeat.local.loss import LossFunction, LossReduction
-from offbeat.metrics import Meter, Metric, MetricObject, listed, meters
+from offbeat.metrics import Meter, Metric, apart, listed, meters
 from offbeat.naming import a_class
 
 __all__ = ["Validation"]
-
-
-def _own(metric: Metric, keeps: Sequence[object]) -> Metric:
-    """Give a metric that keeps its own account one for validation.
-
-    Raises:
-        ConfigError: If it cannot be copied.
-    """
-    if not isinstance(metric, MetricObject):
-        return metric
-    parts = [part for one in keeps if isinstance(one, nn.Module) for part in _parts(one)]
-    memo = {id(one): one for one in (*keeps, *parts)}
-    try:
-        return copy.deepcopy(metric, memo)
-    except Exception as error:
-        raise ConfigError(
-            f"metrics has {a_class(metric)} that cannot be copied ({process.cause_of(error)}), and keeps one "
-            f"account, where validation needs its own: give a function, or do without validation="
-        ) from error
-
-
-def _parts(module: nn.Module) -> list[object]:
-    return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
 class Validation:
@@ -73,7 +48,7 @@ class Validation:
                 f"validation is {a_class(data)}, which gives its batches once, and epochs is {epochs}: give "
                 f"what begins anew at each pass, such as a DataLoader or a list"
             )
-        found = meters([_own(one, keeps) for one in listed(metrics)])
+        found = meters([apart(one, keeps) for one in listed(metrics)])
         has_loss = any(meter.name == "loss" for meter in found)
         self._meters = found if has_loss else [*meters("loss"), *found]
 

@@ -505,6 +505,7 @@ class AsyncWorker(process.Live):
             reduction=self._config.loss_reduction,
             first=self._pull_newest,
             each=self.note_measured,
+            keeps=[self],
         )
 
     def note_measured(self, batches: int) -> None:

@@ -224,6 +224,22 @@ def test_a_metric_s_copy_for_validation_has_the_trainer_and_the_model_themselves
     assert {id(one) for one in Holds.seen} == {id(trainer.model)}
 
 
+def test_so_has_its_copy_for_an_evaluation_in_between():
+    metric, found = Holds(), []
+
+    class Evaluates:
+        def on_step(self, trainer, step):
+            found.append(trainer.evaluate(OTHER, metric))
+
+    trainer = metric.trainer = offbeat.AsyncTrainer(model(), callbacks=[Evaluates()])
+    Holds.seen.clear()
+    history = train(trainer, metrics=metric, epochs=1, log_frequency=100)
+    assert found == [37]
+    assert history.stop_reason == "seen in validation"
+    assert {id(one) for one in Holds.seen} == {id(trainer.model)}
+    assert history.records[-1].metrics["Holds"] == 8
+
+
 @pytest.mark.parametrize(("metric", "mode", "better"), [("accuracy", "min", "max"), ("loss", "max", "min")])
 def test_a_plateau_that_would_lower_the_rate_while_the_model_gets_better_is_refused(metric, mode, better):
     def trained(mode):
