@@ -2,11 +2,6 @@
 
 Their norm is that which backward left, unless they have grown since: a user who clips them, or a GradScaler
 that has multiplied them, would else hide what is to be seen.
-
-A step's gradients are those that its optimizer holds: what none holds adds up from batch to batch, and what
-another one has stepped by is of a batch before. Optimizers that step one after the other without a backward
-in between, as where layers of two kinds have one each, step by one gradient, and are judged by the whole of
-it; but for a GradScaler's, which is divided by its scale for each at another time.
 """
 
 import math
@@ -19,6 +14,7 @@ import torch
 from torch import nn
 
 from offbeat import log
+from offbeat.monitor.counted import Counted
 from offbeat.monitor.skips import is_told_to_skip
 
 if TYPE_CHECKING:
@@ -78,9 +74,7 @@ class Gradients:
         self._are_unscaled = are_unscaled
         self._left: dict[int, _Left] = {}  # by parameter
         self._judged: dict[int, _Judged] = {}  # likewise what the last backward left, behind the first step
-        self._stepped: set[int] = set()  # parameters of optimizers that have stepped since that
-        self._together: set[int] = set()  # likewise of those that did after the backward before it
-        self._is_new = True  # whether there was a backward since the last step
+        self._counted = Counted()
         self._is_first = True
         self._is_scaled_by_others = False
         self._before: list[torch.Tensor] = []  # parameters, when the update ratio was last asked for
@@ -94,6 +88,7 @@ class Gradients:
         self._hook = accumulated
         # By parameter, without a reference to it: torch swaps the tensors of none that has a weak one.
         self._hooks: dict[int, RemovableHandle] = {}
+        weakref.finalize(self, _remove, self._hooks)
         self._is_open = True
         self._listen()
 
@@ -102,18 +97,18 @@ class Gradients:
         if not (self._is_measured and self._is_open):
             return
         there = {id(parameter): parameter for parameter in self._model.parameters()}
-        for gone in self._hooks.keys() - there.keys():
-            self._hooks.pop(gone).remove()
+        # An id may be another's by now: a hook goes with its parameter.
+        gone = [key for key, hook in self._hooks.items() if key not in there or hook.hooks_dict_ref() is None]
+        for key in gone:
+            self._hooks.pop(key).remove()
         for key, parameter in there.items():
-            if parameter.requires_grad and key not in self._hooks:
+            if parameter.requires_grad and parameter.is_leaf and key not in self._hooks:
                 self._hooks[key] = parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Measure no more."""
         self._is_open = False
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         self._left.clear()
         self._judged.clear()
 
@@ -133,16 +128,18 @@ class Gradients:
             self._left.clear()
             return None
         self._listen()
-        self._begin_step(_held_by(optimizer))
+        if not self._counted.begin(optimizer):
+            self._judged.clear()
         there = self._of(optimizer)
         if not there:
             return None
         own = 1.0 if own_scale is None else float(own_scale)
         factor = own if self._scaler is None else float(self._scaler.get_scale())
         left = self._left_by_backward(there)
-        then = None if left is None else _norm([one.norm for one in left]) / factor
+        freed = self._freed(optimizer, there)
+        then = None if left is None else _norm([*(one.norm for one in left), *freed]) / factor
         if left is None or self._is_first or any(one.has_changed for one in left):
-            now = _norm([_norm_of(p) for p in there]) / own
+            now = _norm([*(_norm_of(p) for p in there), *freed]) / own
             then = self._without_unknown_scale(now if then is None else then, now)
             # What has grown since was not clipped; it is what will be stepped by.
             norm = now if math.isfinite(now) and not math.isfinite(then) else max(then, now, key=_size)
@@ -196,28 +193,26 @@ class Gradients:
         for p in self._model.parameters():
             p.grad = None
 
-    def _begin_step(self, own: set[int]) -> None:
-        if self._is_new:
-            self._together, self._stepped = self._stepped, set()
-        if self._is_new or own & self._stepped:  # else another optimizer has stepped by the same
-            self._judged.clear()
-        self._is_new = False
-        self._stepped |= own
-
     def _of(self, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
-        """Give the parameters with gradients that count for a step; of an unknown optimizer, all."""
-        there = [p for p in self._model.parameters() if p.grad is not None]
-        if optimizer is None:
-            return there
-        counts = _held_by(optimizer)
-        is_scaled = self._is_scaled_by_others or getattr(optimizer, "grad_scale", None) is not None
-        if self._scaler is None and not is_scaled:
-            counts |= self._stepped | (self._together if counts <= self._together else set())
-        return [p for p in there if id(p) in counts]
+        return self._counted.of(self._model, optimizer, is_scaled=self._is_scaled(optimizer))
+
+    def _is_scaled(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        has_own_scale = getattr(optimizer, "grad_scale", None) is not None
+        return self._is_scaled_by_others or self._scaler is not None or has_own_scale
+
+    def _freed(
+        self, optimizer: torch.optim.Optimizer | None, there: list[nn.Parameter]
+    ) -> list[torch.Tensor]:
+        """Give norms of what another optimizer has stepped by since, where that was taken away behind it."""
+        if optimizer is None or self._is_scaled(optimizer):
+            return []
+        here = {id(parameter) for parameter in there}
+        judged = self._judged.items()
+        return [one.norm for key, one in judged if key not in here and self._counted.has_stepped(key)]
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.
-        self._is_new = True
+        self._counted.note_backward()
         gradient = parameter.grad
         if gradient is not None and not self._is_scaled_by_others:
             version = gradient._version  # noqa: SLF001  torch's own way to ask
@@ -281,11 +276,10 @@ class _Judged:
         return self.gradient == id(gradient)
 
 
-def _held_by(optimizer: torch.optim.Optimizer | None) -> set[int]:
-    """Give the ids of an optimizer's parameters."""
-    return (
-        set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-    )
+def _remove(hooks: "dict[int, RemovableHandle]") -> None:
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()
 
 
 def _size(norm: float) -> float:

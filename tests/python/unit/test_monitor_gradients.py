@@ -511,6 +511,7 @@ def test_a_monitor_that_nobody_keeps_is_gone_and_leaves_no_hook_but_one_for_all(
     del monitor
     gc.collect()
     assert gone() is None
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
     loss_of(model, 0).backward()
     sgd(model).step()
 
@@ -773,6 +774,53 @@ def test_what_comes_to_be_trained_in_the_midst_is_measured_as_backward_leaves_it
     assert left[3] > left[1] > 2.0
 
 
+def replaced(module):
+    for name, parameter in list(module.named_parameters()):
+        value, size = parameter.detach().clone(), parameter.shape
+        del parameter
+        setattr(module, name, None)  # whose place in memory the new one may have
+        setattr(module, name, nn.Parameter(value.reshape(size)))
+
+
+def assigned(module):
+    module.load_state_dict({name: t.clone() for name, t in module.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("replace", [replaced, assigned])
+def test_parameters_that_others_have_taken_the_place_of_are_heard_whatever_their_ids(replace):
+    model, left = two_layers(), []
+
+    def do(step):
+        if step == 2:
+            for layer in model:
+                replace(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.zero_grad()
+        left.append(backward_and_clip(model))
+        optimizer.step()
+
+    found = norms_of(model, do)
+    assert found[:2] + found[3:] == pytest.approx(left[:2] + left[3:])
+    assert left[3] > 2.0
+
+
+def test_a_parameter_that_is_computed_is_heard_by_none_and_costs_no_step():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
+    left = []
+
+    def do(_):
+        optimizer.zero_grad()
+        model[0]._parameters["weight"] = 1.0 * torch.ones(
+            4, 4, requires_grad=True
+        )  # as of MAML's inner steps
+        model(torch.ones(8, 4)).sum().backward()
+        left.append(norm_left(model[1]))
+        optimizer.step()
+
+    assert norms_of(model, do) == pytest.approx(left)
+
+
 def test_what_no_optimizer_steps_adds_up_in_no_norm_and_is_clipped_with_nothing():
     model = two_layers()
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
@@ -787,7 +835,9 @@ def test_what_no_optimizer_steps_adds_up_in_no_norm_and_is_clipped_with_nothing(
     assert found == pytest.approx([expected] * 6)
 
 
-def test_two_optimizers_of_one_backward_step_by_the_same_norm():
+@pytest.mark.parametrize("frees", [False, True])
+def test_two_optimizers_of_one_backward_step_by_the_same_norm(frees):
+    """Also where each takes its own away as soon as it has stepped."""
     model = two_layers()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
     left = []
@@ -797,6 +847,8 @@ def test_two_optimizers_of_one_backward_step_by_the_same_norm():
         left.append(backward_and_clip(model))
         for optimizer in optimizers:
             optimizer.step()
+            if frees:
+                optimizer.zero_grad()
 
     found = norms_of(model, do)
     assert found[1:] == pytest.approx([left[0]] * 11), "of the second one nothing is known before it steps"
