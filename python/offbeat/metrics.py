@@ -242,7 +242,7 @@ class _Object:
     ) -> None:
         self.name = name or type(metric).__name__
         self.is_empty = True
-        at_work = _at_work.get(metric, lambda: None)()
+        at_work = _at_work.get(metric, lambda: None)() if _is_followed(metric) else None
         if at_work is not None and not at_work.is_empty:
             metric = cast(MetricObject, apart(metric, keeps))
         self._metric = metric
@@ -251,7 +251,8 @@ class _Object:
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:  # noqa: ARG002  of Meter
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach()
-        _at_work[self._metric] = weakref.ref(self)
+        if _is_followed(self._metric):
+            _at_work[self._metric] = weakref.ref(self)
         self._metric.update(outputs, targets)
         self.is_empty = False
 
@@ -267,6 +268,11 @@ class _Object:
 _at_work: MutableMapping[MetricObject, "Callable[[], _Object | None]"] = WeakIdKeyDictionary()
 """By whom an object was updated last: one that training measures by may be given to an evaluation in between,
 and keeps what it has of the training."""
+
+
+def _is_followed(metric: MetricObject) -> bool:
+    """Whether an object can be: not one of a class that has `__slots__` without `__weakref__`."""
+    return hasattr(metric, "__weakref__")
 
 
 def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: ANN401  whatever came

@@ -3,8 +3,10 @@
 By `torch.utils.checkpoint`, which also gives the second pass the random state of the first.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import getitem
 from typing import Any
 
 from torch import nn
@@ -68,7 +70,7 @@ def recomputed(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Twice:
-    """The forward pass of a part: of a copy of the part, which a callback may make, that of the copy."""
+    """The forward pass of a part; a copy of the part, which a callback may make or save, computes once."""
 
     def __init__(self, part: nn.Module, own: Any) -> None:  # noqa: ANN401  any function
         """Take the part, and the forward of its own that it has beside its class's, if there is one."""
@@ -76,8 +78,18 @@ class _Twice:
         self._own = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as those of any module
-        forward = type(self._part).forward.__get__(self._part) if self._own is None else self._own
+        forward = _of_class(self._part) if self._own is None else self._own
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As a copy is made, of pickle's too, it has no attributes yet: what is found is its class's.
+        return (getattr, (self._part, "forward")) if self._own is None else (getitem, ((self._own,), 0))
+
+
+def _of_class(part: nn.Module) -> Any:  # noqa: ANN401  any function
+    """Look its `forward` up as Python would if it had none beside its class's."""
+    found = inspect.getattr_static(type(part), "forward")
+    return found.__get__(part, type(part)) if hasattr(type(found), "__get__") else found
 
 
 def _of_sequentials(model: nn.Module) -> list[str]:

@@ -41,11 +41,11 @@ Interval: TypeAlias = Literal["epoch", "step"]
 INTERVALS = ("epoch", "step")
 
 GIVEN = (
-    "T_0", "T_max", "T_mult", "_milestones", "cooldown", "end_factor", "eta_min", "factor", "gamma",
-    "milestones", "mode", "patience", "power", "start_factor", "step_size", "threshold", "total_iters",
-    "total_steps",
+    "T_0", "T_max", "T_mult", "_milestones", "_schedule_phases", "cooldown", "end_factor", "eta_min",
+    "factor", "gamma", "milestones", "mode", "patience", "power", "start_factor", "step_ratio", "step_size",
+    "threshold", "total_iters", "total_size", "total_steps",
 )  # fmt: skip
-"""What torch's schedulers are made with, and do not move themselves."""
+"""What torch's schedulers are made with, and do not move themselves; one of a user's own may."""
 
 
 class Scheduling:
@@ -259,15 +259,23 @@ def bring_back_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:  # noqa
 def _others(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:  # noqa: ANN401  as in `step_by`
     """Word what a scheduler was made with, where a state has something else; of those in it, too."""
     own = vars(scheduler)
+    given = GIVEN if type(scheduler).__module__ == torch.optim.lr_scheduler.__name__ else ()
     words = [
         f"{name.lstrip('_')}={own[name]!r} where the state has {saved[name]!r}"
-        for name in GIVEN
-        if name in own and name in saved and own[name] != saved[name]
+        for name in given
+        if name in own and name in saved and _differ(own[name], saved[name])
     ]
     inner = zip(own.get("_schedulers", ()), saved.get("_schedulers", ()), strict=False)
     for one, state in inner:
         words += [f"a {type(one).__name__} with {other}" for other in _others(one, state)]
     return words
+
+
+def _differ(own: object, saved: object) -> bool:
+    try:
+        return bool(own != saved)
+    except (RuntimeError, ValueError):  # of tensors and arrays there is one answer for each element
+        return False
 
 
 def _copied(name: str, value: Any) -> Any:  # noqa: ANN401  of a parameter group

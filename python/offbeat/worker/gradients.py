@@ -1,5 +1,8 @@
 """Gradients for an optimizer on the server, averaged over the samples of several batches."""
 
+import sys
+from typing import cast
+
 import torch
 
 from offbeat.errors import ConfigError, StateError
@@ -38,7 +41,9 @@ class Gradients:
         if self._first is None:
             self._first, self._first_samples = gradients, samples
             if self._waits:
-                self._first = [_kept(gradient) for gradient in gradients]
+                for place in range(len(gradients)):
+                    if _may_be_written(gradients, place):
+                        gradients[place] = cast(torch.Tensor, gradients[place]).detach().clone()
             return
         if self._sum is None:
             self._sum = [None] * len(gradients)
@@ -86,15 +91,26 @@ class Gradients:
                 so_far.add_(gradient, alpha=weight)
 
 
-def _kept(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Give a gradient that the next backward leaves alone.
+def _may_be_written(gradients: Values, place: int) -> bool:
+    """Tell of a gradient whether the next batch may be written into its memory.
 
     DDP's may be views of its buckets, into which it writes again. What autograd makes is no view, so that
-    such a one is told by being one, whoever wrapped the model and when.
+    such a one is told by being one, whoever wrapped the model and when. And a user may have memory that each
+    batch's gradient is put into: that is held by others than this list.
     """
-    if gradient is None or not gradient._is_view():  # noqa: SLF001  no other way
-        return gradient
-    return gradient.detach().clone()
+    gradient = gradients[place]
+    if gradient is None or gradient._is_view():  # noqa: SLF001  no other way
+        return gradient is not None
+    del gradient
+    return _num_holders(gradients, place) > _ALONE
+
+
+def _num_holders(gradients: Values, place: int) -> int:
+    return sys.getrefcount(gradients[place])
+
+
+_ALONE = _num_holders([torch.empty(0)], 0)
+"""Of what a list holds and nobody else, as this interpreter counts."""
 
 
 def _dense(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,7 @@ def _check_finite(slots: Sequence[Slot], gradients: Sequence[torch.Tensor | None
     there = [
         (slot, (g.coalesce().values() if g.is_sparse else g).detach())
         for slot, g in zip(slots, gradients, strict=True)
-        if g is not None
+        if g is not None and g.numel()
     ]
     largest = torch._foreach_norm([g for _, g in there], float("inf"))  # noqa: SLF001  as torch's clipping
     devices = {n.device for n in largest}

@@ -137,6 +137,23 @@ def test_an_object_that_is_given_to_an_evaluation_in_between_keeps_what_it_has_o
     assert math.isnan(training.read())
 
 
+def test_an_object_that_nothing_can_follow_measures_all_the_same():
+    class Slots:
+        __slots__ = ("total",)
+
+        def update(self, outputs, targets):
+            self.total += len(targets)
+
+        def compute(self):
+            return self.total
+
+        def reset(self):
+            self.total = 0
+
+    outputs, targets = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
+    assert read(Slots(), [(outputs, targets, None)] * 2) == 6.0
+
+
 def test_a_torchmetrics_object_computes_over_all_batches():
     torch.manual_seed(0)
     outputs, targets = torch.randn(50, 4), torch.randint(0, 4, (50,))

@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import random
+from types import MethodType
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError
+from offbeat.trainer.recompute import recomputed
 from support.trainer_loop import (
     DATA,
     LOSS,
@@ -182,6 +184,13 @@ def test_a_copy_of_a_model_that_is_computed_twice_computes_by_its_own_weights():
     inputs = DATA[0][0]
     expected = plain.eval()(inputs)
     assert not torch.equal(expected, ours.eval()(inputs)), "it was trained on"
+    assert all("forward" not in part.__dict__ or isinstance(part.forward, MethodType) for part in kept.copied)
+    kept.saved.seek(0)
+    loaded = torch.load(kept.saved, weights_only=False).eval()
+    assert torch.equal(loaded(inputs), expected)
+    num, before = loaded[0].computed, ours[0].computed
+    loaded(inputs).sum().backward()
+    assert (loaded[0].computed, ours[0].computed) == (num + 1, before), "it computes once, and by itself"
     found = kept.copied.eval()(inputs)
     assert torch.equal(found, expected)
     gradients = [parameter.grad.clone() for parameter in ours.parameters()]
@@ -189,7 +198,27 @@ def test_a_copy_of_a_model_that_is_computed_twice_computes_by_its_own_weights():
     found.sum().backward()
     assert all(parameter.grad is not None for parameter in kept.copied.parameters())
     assert all(map(torch.equal, gradients, [parameter.grad for parameter in ours.parameters()]))
-    assert kept.saved.tell() > 0
+
+
+def doubled(inputs):
+    return 2.0 * inputs
+
+
+class Static(nn.Linear):
+    forward = staticmethod(doubled)
+
+
+class Builtin(nn.Linear):
+    forward = torch.tanh
+
+
+@pytest.mark.parametrize("kind", [Static, Builtin])
+def test_parts_are_computed_twice_whatever_their_class_has_for_a_forward(kind):
+    part, inputs = kind(6, 6), DATA[0][0]
+    expected = part(inputs)
+    with recomputed([part]):
+        assert torch.equal(part(inputs), expected)
+    assert "forward" not in part.__dict__
 
 
 @pytest.mark.parametrize("strategy", ["local", "accumulate"])

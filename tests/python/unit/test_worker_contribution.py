@@ -215,6 +215,24 @@ def test_gradients_of_ddp_buckets_are_copied_where_they_wait_for_another_batch()
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_memory_that_a_user_puts_each_batch_s_gradient_into_is_left_alone(num):
+    model = mlp().eval()
+    binding = bound(model)
+    memory = [torch.zeros_like(p) for p in model.parameters()]
+    wanted = [torch.zeros_like(p) for p in model.parameters()]
+    contribution = Gradients(binding, "mean")
+    for seed in range(num):
+        for parameter, own in zip(model.parameters(), memory, strict=True):
+            parameter.grad = own.zero_()
+        backward(model, 4, seed)
+        wanted = [w + g / num for w, g in zip(wanted, gradients(model), strict=True)]
+        add(contribution, binding, 4)
+    memory[0].fill_(9.0)
+    for a, b in zip(pushed(contribution, binding), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("view", "waits"), [(False, True), (True, False)])
 def test_no_other_gradient_is_copied(view, waits):
@@ -452,6 +470,18 @@ def test_a_nan_never_reaches_a_live_optimizer():
     assert all(gradient is None for gradient in gradients(model)), "the next step would meet the NaN again"
     backward(model, 3)
     add(contribution, binding, 3)
+
+
+def test_a_live_optimizer_steps_a_model_with_a_parameter_of_no_element():
+    model = mlp()
+    model.none = nn.Parameter(torch.empty(0, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    binding, contribution = live(model, optimizer)
+    model.none.grad = torch.empty(0, 3)
+    backward(model, 3)
+    wanted = model[0].weight.detach() - 0.1 * model[0].weight.grad
+    add(contribution, binding, 3)
+    torch.testing.assert_close(model[0].weight.detach(), wanted)
 
 
 def test_the_user_s_own_call_of_a_live_optimizer_raises():
