@@ -105,7 +105,8 @@ $(STAMPS)/fuzz: scripts/setup-fuzz $(STAMPS)/tools
 
 # Python's own files are used where they lie, so only Rust's make this stale.
 $(STAMPS)/extension: $(STAMPS)/tools $(RUST_SOURCES)
-	PIP_QUIET=1 $(VENV)/bin/maturin develop --release --quiet $(LOCKED)
+	@PIP_QUIET=1 $(STAGE) "build the Rust core (takes minutes where nothing is built yet)" \
+		$(VENV)/bin/maturin develop --release --quiet $(LOCKED)
 	@touch $@
 
 $(STAMPS)/wheel: $(STAMPS)/tools $(RUST_SOURCES) $(PYTHON_SOURCES) README.md LICENSE

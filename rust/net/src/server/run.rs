@@ -186,6 +186,10 @@ impl Agreement {
             };
         }
         let Some(as_set) = as_set else { return Ok(()) };
+        let could_be = OptimizerSpec { momentum_correction: true, ..as_set.clone() }.validate().is_ok();
+        if could_be && !as_set.momentum_correction {
+            self.correction.get_or_insert(false);
+        }
         self.set_optimizer(as_set)?;
         let rates = optimizer.iter().flat_map(|now| now.groups.iter().map(|group| group.lr));
         for (group, lr) in rates.enumerate() {
@@ -432,6 +436,29 @@ mod tests {
         run.join("a", Contribution::Gradient, None).unwrap();
         run.replace_optimizer(adam()).unwrap();
         assert_eq!(run.join("b", Contribution::Delta, None).unwrap_err().code, RefusalCode::Contribution);
+    }
+
+    #[test]
+    fn a_velocity_of_the_servers_stays_one_where_a_later_server_is_told_nothing_of_it() {
+        let config = |said| ServerConfig { momentum_correction: said, ..ServerConfig::default() };
+        let mut before = Agreement::new(&config(Some(false))).unwrap();
+        before.join("a", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap();
+        let mut run = fresh();
+        run.resume(before.agreed()).unwrap();
+        assert!(!run.config().momentum_correction);
+        assert!(!run.join("a", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap(), "it is the run's");
+        run.set_optimizer(sgd(0.2, 0.8)).unwrap();
+        assert!(!run.config().momentum_correction);
+        let mut told = Agreement::new(&config(Some(true))).unwrap();
+        told.resume(before.agreed()).unwrap();
+        assert!(told.config().momentum_correction);
+        let mut corrected = fresh();
+        corrected.join("a", Contribution::Gradient, Some(sgd(0.1, 0.9))).unwrap();
+        let mut run = fresh();
+        run.resume(corrected.agreed()).unwrap();
+        assert!(run.config().momentum_correction);
+        run.set_optimizer(adam()).unwrap();
+        assert!(!run.config().momentum_correction);
     }
 
     #[test]
