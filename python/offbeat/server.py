@@ -373,7 +373,7 @@ class ParameterServer(process.Live):
         server.set_lr(cast(float, rate), group)
 
     def set_optimizer(self, optimizer: object) -> None:
-        """Change the optimizer, from the next push on; its state begins anew.
+        """Change the optimizer, from the next push on; its state begins anew, unless rates alone are other.
 
         Args:
             optimizer: A spec, or what becomes one: `offbeat.optim.as_spec`.

@@ -117,8 +117,9 @@ class AsyncGradientAccumulator:
             all is divided by.
         adaptive_accumulation: Let the micro-batches per update follow what is measured.
         grad_scaler: A `torch.amp.GradScaler`, whose `scale`, `unscale_`, `step` and `update` are called here.
-            An update whose gradient is not finite is skipped, in all members, and counted, where without a
-            scaler it is a `NonFiniteError`. Hooks of the optimizer see unscaled gradients.
+            Several accumulators may have the same one. An update whose gradient is not finite is skipped, in
+            all members, and counted, where without a scaler it is a `NonFiniteError`. Hooks of the optimizer
+            see unscaled gradients.
         worker: An `AsyncWorker` to push by.
         process_group: The members; None: torch's default group where there is one, else this process alone;
             False: alone, whatever there is.
@@ -505,6 +506,7 @@ class AsyncGradientAccumulator:
             "model": None if isinstance(self._updates, PushedUpdates) else fingerprint(self._named),
             "agreed": self._members.agreed(),
             "window": self._window.state_dict(),
+            "window_scale": self._scaler.scale_of_window,
             "due": None if self._due is None else total_state(self._due),
             **state_told(self._updates.chosen if isinstance(self._updates, LocalUpdates) else None),
             "meter": None if self._meter is None else self._meter.state_dict(),
@@ -565,6 +567,7 @@ class AsyncGradientAccumulator:
             self._meter.load_state_dict(state["meter"])
         if self._scaler.is_there:
             self._scaler.load_state_dict(state["grad_scaler"])
+            self._scaler.begin_window(state.get("window_scale"))  # which older states do not have
         self.updates, self.skipped_updates = state["updates"], state["skipped_updates"]
         self._was_update = state["was_update"]
         self._samples = state["samples"]
@@ -603,6 +606,8 @@ class AsyncGradientAccumulator:
     def _add(self, loss: torch.Tensor, *, counts: float, samples: int, began_s: float) -> float:
         """Add a micro-batch by its loss, and make an update if it is time to; give the loss as a number."""
         try:
+            if not self._window.batches:
+                self._scaler.begin_window()
             self._window.add(
                 self._scaler.scaled(loss), counts=counts, samples=samples, unit=self._members.unit
             )
@@ -633,11 +638,12 @@ class AsyncGradientAccumulator:
         if self._is_under_way:
             self._wait()  # what breaks that off, as Ctrl-C does, costs nothing: the window is still there
         batches = self._window.batches
-        own, scale = self._window.take(), self._scaler.scale
+        own, scale = self._window.take(), self._scaler.end_window()
         self._sizes.end_window(own.samples, batches)
         if own.counts != 0 and own.is_empty:  # where nothing counts there is nothing to learn
             raise StateError(
-                "no parameter has a gradient: the loss does not come from this model's parameters"
+                "no parameter has a gradient: the loss does not come from this model's parameters, or a hook "
+                "on them has taken the gradients away, as one does that steps an optimizer in backward"
             )
         fault = None
         if self._is_under_way:

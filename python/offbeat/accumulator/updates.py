@@ -17,13 +17,16 @@ __all__ = ["LocalUpdates", "Scaler", "Updates", "kept_in", "on"]
 class Scaler:
     """A GradScaler of the user's, or none: then nothing is scaled, and nothing skipped.
 
-    The sum of a window may come when the scale is another already. Its gradients are brought to the scale
-    that there is, so that what torch's scaler does with them is right.
+    All losses of a window are multiplied by the scale that its first one met, though the user, or another
+    accumulator with the same scaler, may change that meanwhile. The sum of a window may come when the scale
+    is another already. Its gradients are brought to the scale that there is, so that what torch's scaler does
+    with them is right.
     """
 
     def __init__(self, given: torch.amp.GradScaler | None, device: torch.device) -> None:
         """Take a scaler that is enabled; one that is not is as none."""
         self._scaler = given if given is not None and given.is_enabled() else None
+        self._of_window: torch.Tensor | None = None  # the scale; a tensor, so that no device is waited for
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # a member without data makes updates, too
 
@@ -37,9 +40,29 @@ class Scaler:
         """What losses are multiplied by; 1 where they are not."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
+    @property
+    def scale_of_window(self) -> float | None:
+        """What losses of the window are multiplied by; None before the first, or where there is no scaler."""
+        return None if self._of_window is None else float(self._of_window)
+
+    def begin_window(self, scale: float | None = None) -> None:
+        """Multiply what comes by one scale: as given, else that of the first loss."""
+        self._of_window = None if scale is None else torch.tensor(scale)
+
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Give a loss times the scale."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        """Give a loss times the window's scale."""
+        if self._scaler is None:
+            return loss
+        if self._of_window is None:
+            self._of_window = self._scaler.scale(torch.ones((), device=loss.device))
+        self._of_window = self._of_window.to(loss.device)
+        return loss * self._of_window
+
+    def end_window(self) -> float:
+        """Give what losses of the window were multiplied by."""
+        scale = self.scale_of_window
+        self._of_window = None
+        return self.scale if scale is None else scale
 
     @contextmanager
     def unscaled(

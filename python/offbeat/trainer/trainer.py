@@ -449,16 +449,15 @@ class AsyncTrainer(Driveable):
     @strategy.setter
     def strategy(self, given: str | Method | Mapping[int, str | Method]) -> None:
         schedule = settings.schedule_of(given)
-        stage = self._stage
-        refuse(
-            self._places.faults(
-                schedule,
-                amp=self._amp,
-                syncs=stage.syncs,
-                model=self.model,
-                first=self._num_finished,
-            )
+        stage, share = self._stage, self._places.share_updates([*schedule.values()])
+        faults = self._places.faults(
+            schedule,
+            amp=self._amp,
+            syncs=stage.syncs,
+            model=self.model,
+            first=self._num_finished,
         )
+        refuse(faults + (trained_by.part_members(self.model) if share else []))
         stage.schedule = schedule
 
     @property

@@ -563,6 +563,12 @@ def watched_before(rank, remedy):
                     dataloader=[micro_batch(rank, 0, 0)] * 4, epochs=2, optimizer=live, loss_fn=LOSS
                 )
             told.append((str(error.value), trainer.history.steps))
+        trainer = offbeat.AsyncTrainer(trained, strategy="average")
+        for strategy in ("accumulate", {0: "average", 9: "accumulate"}):
+            with pytest.raises(ConfigError) as error:
+                trainer.strategy = strategy
+            assert repr(trainer.strategy) == "Average()"
+            told.append((str(error.value), 0))
         with pytest.raises(ConfigError) as error:
             offbeat.AsyncGradientAccumulator(trained, 1)
         told.append((str(error.value), 0))

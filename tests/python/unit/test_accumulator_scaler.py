@@ -162,3 +162,31 @@ def test_noise_is_measured_of_what_was_unscaled():
 def test_what_cannot_be_used_is_refused(trained, given, what):
     with pytest.raises(ConfigError, match=what):
         offbeat.AsyncGradientAccumulator(trained, 1, grad_scaler=given)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_two_accumulators_with_one_scaler_train_as_with_one_each(resumes):
+    """As of a GAN: the scale changes in the midst of windows, which are unscaled by what they began with."""
+
+    def trained(*scalings):
+        ours = [
+            offbeat.AsyncGradientAccumulator(model(), num, grad_scaler=scaling)
+            for num, scaling in zip((3, 1), scalings, strict=True)
+        ]
+        lives = [torch.optim.SGD(one.model.parameters(), lr=0.1, momentum=0.9) for one in ours]
+        for number in [n for n in range(40) if n % 7 != 5]:
+            for one, live in zip(ours, lives, strict=True):
+                train(one, [number], live)
+            if resumes and number == 8:
+                kept = copy.deepcopy([ours[0].model.state_dict(), ours[0].state_dict()])
+                assert ours[0].state_dict()["window"]["batches"] == 2
+                ours[0] = offbeat.AsyncGradientAccumulator(model(), 3, grad_scaler=scalings[0])
+                lives[0] = torch.optim.SGD(ours[0].model.parameters(), lr=0.1, momentum=0.9)
+                ours[0].model.load_state_dict(kept[0])
+                ours[0].load_state_dict(kept[1], optimizer=lives[0])
+        return [one.model for one in ours]
+
+    one = scaler(growth_interval=1, init_scale=1.0)
+    for shared, apart in zip(trained(one, one), trained(scaler(), scaler()), strict=True):
+        assert all(map(torch.equal, shared.parameters(), apart.parameters()))
+    assert one.get_scale() > 2.0**30
