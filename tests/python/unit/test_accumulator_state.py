@@ -210,4 +210,5 @@ def test_every_state_has_what_is_looked_for():
         "classes",
         "settings",
         "dtypes",
+        "window_scale",
     }  # older ones lack these
