@@ -1,13 +1,16 @@
 """Which of our objects trains a module, and who watches it: found from the module, which knows neither.
 
 A user hands a monitor the model; what is to be asked to average more often is the averager of that model.
-References are weak: nothing here keeps a model, a trainer or a watcher.
+References are weak: nothing here keeps a model, a trainer or a watcher. A module and what `torch.compile` or
+DDP made of it are one here: each side may be given either.
 """
 
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from offbeat.wrappers import inside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +97,7 @@ class Watcher(Protocol):
 
 
 class _Known:
-    """Weak references by module, in the order in which they came."""
+    """Weak references by plain module, in the order in which they came."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,17 +106,17 @@ class _Known:
 
     def add(self, module: "nn.Module", thing: object) -> None:
         with self._lock:
-            known = self._by_module.setdefault(module, [])
+            known = self._by_module.setdefault(inside(module), [])
             if not any(reference() is thing for reference in known):
                 known.append(weakref.ref(thing))
 
     def remove(self, module: "nn.Module", thing: object) -> None:
         with self._lock:
-            known = self._by_module.get(module, [])
+            known = self._by_module.get(inside(module), [])
             known[:] = [reference for reference in known if reference() is not thing]
 
     def of(self, module: "nn.Module") -> list[Any]:
-        references = self._by_module.get(module)
+        references = self._by_module.get(inside(module))
         if references is None:  # nearly always, and this is asked at each step
             return []
         return [thing for reference in list(references) if (thing := reference()) is not None]

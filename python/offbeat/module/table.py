@@ -18,6 +18,7 @@ from torch import nn
 
 from offbeat.dtypes import NAMES, TRAINABLE, Role
 from offbeat.errors import ConfigError, UnsupportedTensorError
+from offbeat.wrappers import inside
 
 __all__ = [
     "Description",
@@ -120,21 +121,18 @@ def spec_of(name: str, tensor: torch.Tensor, role: Role) -> TensorSpec:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Take off what `torch.compile`, DDP and DataParallel put around a module."""
-    while True:
-        names = {cls.__name__ for cls in type(module).__mro__}
-        children = vars(module)["_modules"]
-        if "OptimizedModule" in names and "_orig_mod" in children:
-            module = children["_orig_mod"]
-        elif isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            module = children["module"]
-        elif "FullyShardedDataParallel" in names:
-            raise UnsupportedTensorError(
-                "the model is wrapped in FSDP, so no process has a whole parameter: give Offbeat the module "
-                "before sharding"
-            )
-        else:
-            return module
+    """Take off what `torch.compile`, DDP and DataParallel put around a module.
+
+    Raises:
+        UnsupportedTensorError: If FSDP is around it.
+    """
+    plain = inside(module)
+    if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(plain).__mro__):
+        raise UnsupportedTensorError(
+            "the model is wrapped in FSDP, so no process has a whole parameter: give Offbeat the module "
+            "before sharding"
+        )
+    return plain
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, dict[str, Any], str, Role]]:

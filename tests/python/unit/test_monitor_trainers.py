@@ -69,6 +69,22 @@ def test_a_monitor_that_another_one_s_callback_has_closed_hears_no_more():
     assert (first.report().num_alerts, second.report().num_alerts) == ({"loss": 4}, {"loss": 1})
 
 
+@pytest.mark.parametrize("is_monitor_given_it", [False, True])
+@pytest.mark.parametrize("kind", ["local", "average", "accumulate", "fault_tolerant"])
+def test_a_module_and_what_torch_compile_made_of_it_are_one_to_a_monitor(kind, is_monitor_given_it, tmp_path):
+    plain = net()
+    compiled = torch.compile(plain, backend="eager")
+    trainer, train = trained(kind, plain if is_monitor_given_it else compiled, tmp_path / "kept")
+    watched = compiled if is_monitor_given_it else plain
+    with AsyncTrainingMonitor(watched, remediation_strategy="reject", warm_up=5) as monitor:
+        assert offbeat.trained_by.trainers_of(watched) == [trainer]
+        train(Loss())
+    report = monitor.report()
+    assert report.series["loss"].num_seen == 10
+    assert report.num_alerts == {"loss": 1}
+    assert all(bool(p.isfinite().all()) for p in plain.parameters())
+
+
 @pytest.mark.parametrize("kind", ["local", "average", "accumulate", "fault_tolerant"])
 def test_a_monitor_of_the_model_hears_each_loss_once_and_drops_the_gradient_of_a_nan(kind, tmp_path):
     model = net()
