@@ -16,7 +16,7 @@ _WRAPPED = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module",
 def inside(module: "nn.Module") -> "nn.Module":
     """Take off all of it. A module that has none, or is sharded, is given as it is."""
     while True:
-        children = vars(module)["_modules"]
+        children = vars(module).get("_modules", ())  # a scripted module has its own
         held = [key for cls in type(module).__mro__ if (key := _WRAPPED.get(cls.__name__)) in children]
         if not held:
             return module
