@@ -20,6 +20,7 @@ class Counted:
         self._is_new = True  # whether there was a backward since the last step
         self._stepped: set[int] = set()  # parameters of optimizers that have stepped since the last backward
         self._together: set[int] = set()  # likewise of those that did after the backward before it
+        self._used: set[int] = set()  # of what has stepped since, those that had a gradient
 
     def note_backward(self) -> None:
         """Hear that gradients were accumulated."""
@@ -35,6 +36,8 @@ class Counted:
         if self._is_new:
             self._together, self._stepped = self._stepped, set()
         is_another_s = not self._is_new and not own & self._stepped
+        if not is_another_s:
+            self._used.clear()
         self._is_new = False
         self._stepped |= own
         return is_another_s
@@ -57,9 +60,16 @@ class Counted:
             counts |= self._stepped | (self._together if counts <= self._together else set())
         return [p for p in there if id(p) in counts]
 
-    def has_stepped(self, parameter: int) -> bool:
-        """Tell whether one, by its id, was stepped since the last backward, or is about to be."""
-        return parameter in self._stepped
+    def use(self, optimizer: torch.optim.Optimizer | None, there: list[nn.Parameter]) -> frozenset[int]:
+        """Hear what an optimizer steps by, of what is there.
+
+        Returns:
+            The ids of what others have stepped by, of the same backward. What has no gradient any more was
+            freed behind such a step; what had none at any was thrown away by the user.
+        """
+        before = frozenset(self._used)
+        self._used |= _held_by(optimizer) & {id(parameter) for parameter in there}
+        return before
 
 
 def _held_by(optimizer: torch.optim.Optimizer | None) -> set[int]:

@@ -136,7 +136,9 @@ class Gradients:
         own = 1.0 if own_scale is None else float(own_scale)
         factor = own if self._scaler is None else float(self._scaler.get_scale())
         left = self._left_by_backward(there)
-        freed = self._freed(optimizer, there)
+        used = self._counted.use(optimizer, there)
+        is_shared = optimizer is not None and not self._is_scaled(optimizer)
+        freed = self._freed(used, there) if is_shared else []
         then = None if left is None else _norm([*(one.norm for one in left), *freed]) / factor
         if left is None or self._is_first or any(one.has_changed for one in left):
             now = _norm([*(_norm_of(p) for p in there), *freed]) / own
@@ -200,15 +202,10 @@ class Gradients:
         has_own_scale = getattr(optimizer, "grad_scale", None) is not None
         return self._is_scaled_by_others or self._scaler is not None or has_own_scale
 
-    def _freed(
-        self, optimizer: torch.optim.Optimizer | None, there: list[nn.Parameter]
-    ) -> list[torch.Tensor]:
+    def _freed(self, used: frozenset[int], there: list[nn.Parameter]) -> list[torch.Tensor]:
         """Give norms of what another optimizer has stepped by since, where that was taken away behind it."""
-        if optimizer is None or self._is_scaled(optimizer):
-            return []
         here = {id(parameter) for parameter in there}
-        judged = self._judged.items()
-        return [one.norm for key, one in judged if key not in here and self._counted.has_stepped(key)]
+        return [one.norm for key, one in self._judged.items() if key in used and key not in here]
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         # The gradient is kept until the step is judged: then it is known whether this is still its norm.

@@ -22,7 +22,9 @@ MEASURED = ["gradient_norm", "update_ratio", "non_finite"]
 
 
 def norm_of(model):
-    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    return math.sqrt(
+        sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    )
 
 
 def seen(monitor, metric):
@@ -833,6 +835,44 @@ def test_what_no_optimizer_steps_adds_up_in_no_norm_and_is_clipped_with_nothing(
     found = norms_of(model, do)
     expected = torch.stack([p.grad.square().sum() for p in model[1].parameters()]).sum().sqrt().item()
     assert found == pytest.approx([expected] * 6)
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_gradients_that_a_user_throws_away_before_the_step_are_in_no_norm(num_optimizers):
+    """As those of a layer that is not to be trained yet, or that are not finite."""
+    model, left = two_layers(), []
+    parts = [model] if num_optimizers == 1 else list(model)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in parts]
+
+    def do(step):
+        model.zero_grad()
+        model(torch.ones(8, 4)).sum().backward()
+        if step % 3 == 1:
+            model[0].weight.grad.fill_(float("nan"))
+        if step % 3:
+            for parameter in model[0].parameters():
+                parameter.grad = None
+        left.extend([norm_of(model)] * num_optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    found = norms_of(model, do)
+    assert found[1:] == pytest.approx(left[1:]), "of the second one nothing is known before it steps"
+
+
+def test_gradients_of_a_batch_that_a_user_skips_are_in_no_norm_of_the_next():
+    model, left = two_layers(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def do(_):
+        (float("nan") * model[0](torch.ones(8, 4))).sum().backward()
+        model.zero_grad()
+        model[1](torch.ones(8, 4)).sum().backward()
+        left.append(norm_of(model[1:]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert norms_of(model, do) == pytest.approx(left)
 
 
 @pytest.mark.parametrize("frees", [False, True])
