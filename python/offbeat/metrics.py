@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from offbeat import process
 from offbeat.checks import objects, refuse
@@ -119,6 +118,9 @@ def apart(metric: Metric, keeps: Sequence[object]) -> Metric:
         return metric
     parts = [part for one in keeps if isinstance(one, nn.Module) for part in _parts(one)]
     memo = {id(one): one for one in (*keeps, *parts)}
+    if isinstance(metric, nn.Module):  # it may be a part of the model itself, and is to be copied
+        for own in (metric, *(_parts(metric) if id(metric) in memo else ())):
+            memo.pop(id(own), None)
     try:
         return copy.deepcopy(metric, memo)
     except Exception as error:
@@ -242,7 +244,7 @@ class _Object:
     ) -> None:
         self.name = name or type(metric).__name__
         self.is_empty = True
-        at_work = _at_work.get(metric, lambda: None)() if _is_followed(metric) else None
+        at_work = _at_work.get(id(metric))
         if at_work is not None and not at_work.is_empty:
             metric = cast(MetricObject, apart(metric, keeps))
         self._metric = metric
@@ -251,8 +253,7 @@ class _Object:
     def update(self, outputs: object, targets: object, loss: torch.Tensor | None, samples: int) -> None:  # noqa: ARG002  of Meter
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach()
-        if _is_followed(self._metric):
-            _at_work[self._metric] = weakref.ref(self)
+        _at_work[id(self._metric)] = self
         self._metric.update(outputs, targets)
         self.is_empty = False
 
@@ -265,14 +266,9 @@ class _Object:
         return value
 
 
-_at_work: MutableMapping[MetricObject, "Callable[[], _Object | None]"] = WeakIdKeyDictionary()
+_at_work: MutableMapping[int, _Object] = weakref.WeakValueDictionary()
 """By whom an object was updated last: one that training measures by may be given to an evaluation in between,
-and keeps what it has of the training."""
-
-
-def _is_followed(metric: MetricObject) -> bool:
-    """Whether an object can be: not one of a class that has `__slots__` without `__weakref__`."""
-    return hasattr(metric, "__weakref__")
+and keeps what it has of the training. By its id, which is no other's while the meter lives, that holds it."""
 
 
 def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: ANN401  whatever came
@@ -292,7 +288,7 @@ def _number(name: str, value: Any, over: str) -> float | torch.Tensor:  # noqa: 
 def _meters(metric: Metric, keyword: str, keeps: Sequence[object]) -> list[Meter]:
     refuse(objects(**{keyword: metric}))  # a class is callable, and has the methods that are looked for
     if is_collection(metric):  # its members share no state: items() gives each a copy
-        return [_Object(member, name) for name, member in cast(Any, metric).items()]
+        return [_Object(member, name, keeps=keeps) for name, member in cast(Any, metric).items()]
     return [_meter(metric, keyword, keeps)]
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
@@ -238,6 +239,50 @@ def test_so_has_its_copy_for_an_evaluation_in_between():
     assert history.stop_reason == "seen in validation"
     assert {id(one) for one in Holds.seen} == {id(trainer.model)}
     assert history.records[-1].metrics["Holds"] == 8
+
+
+class Measured(nn.Module):
+    """A model with its metric in it, as Lightning's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=5, average="micro")
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize("in_between", ["validation", "evaluate"])
+@pytest.mark.parametrize("is_collection", [False, True])
+def test_a_metric_that_is_a_part_of_the_model_keeps_its_account_of_training(in_between, is_collection):
+    class Evaluates:
+        def on_step(self, trainer, step):
+            if in_between == "evaluate":
+                trainer.evaluate(OTHER, metric)
+
+    def trained(metric, model, **more):
+        return train(
+            offbeat.AsyncTrainer(model, callbacks=[Evaluates()] if more else []),
+            metrics=metric,
+            epochs=1,
+            log_frequency=100,
+            **({"validation": OTHER} if more and in_between == "validation" else {}),
+        )
+
+    plain = Measured()
+    expected = trained("accuracy", plain).records[-1].metrics["accuracy"]
+    ours = Measured()
+    metric = torchmetrics.MetricCollection({"found": ours.accuracy}) if is_collection else ours.accuracy
+    ours.also = metric
+    history = trained(metric, ours, evaluates=True)
+    (found,) = history.records[-1].metrics.values()
+    assert found == pytest.approx(expected)
+    if in_between == "validation":
+        of_other = offbeat.AsyncTrainer(ours).evaluate(OTHER, "accuracy")
+        assert [v for k, v in history.validation[-1].metrics.items() if k != "loss"] == pytest.approx(
+            [of_other]
+        )
 
 
 @pytest.mark.parametrize(("metric", "mode", "better"), [("accuracy", "min", "max"), ("loss", "max", "min")])
