@@ -1,7 +1,6 @@
 """What of a trainer is asked for by whoever has the loop: itself, or a `FaultTolerantTrainer`."""
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat import trained_by
@@ -43,7 +42,6 @@ class Driveable:
     _places: Places
     _callbacks: Callbacks
     _trackers: list[Tracker]
-    _twice: list[nn.Module]
     _optimizer: LocalOptimizer
     _scheduled: tuple[object, LRScheduler] | None
     _epochs_begun: int
@@ -87,7 +85,6 @@ class Driveable:
             scheduling=scheduling,
             callbacks=self._callbacks,
             trackers=Fanout(self._trackers, "the trainer"),
-            twice=self._twice,
             follow=self._follow,
         )
 

@@ -1,9 +1,7 @@
 """A trainer whose loop is another's, who hands it batches and keeps the account."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-
-from torch import nn
 
 from offbeat.history import History, Record
 from offbeat.metrics import Meter
@@ -12,7 +10,6 @@ from offbeat.tracking.fanout import Fanout
 from offbeat.trained_by import Keeper
 from offbeat.trainer.callbacks import Callbacks, Step
 from offbeat.trainer.next import ENDS
-from offbeat.trainer.recompute import recomputed
 from offbeat.trainer.scheduling import Scheduling
 from offbeat.trainer.stage import Stage
 from offbeat.trainer.strategies import Batch, Made, Workshop
@@ -31,7 +28,6 @@ class Driven:
         scheduling: Scheduling,
         callbacks: Callbacks,
         trackers: Fanout,
-        twice: Sequence[nn.Module],
         follow: Callable[[int], None],
     ) -> None:
         """`follow` is told how many passes are finished."""
@@ -40,7 +36,6 @@ class Driven:
         self._scheduling = scheduling
         self._callbacks = callbacks
         self._trackers = trackers
-        self._twice = twice
         self._follow = follow
         self._step: Step | None = None  # of the newest batch, until callbacks have heard of it
 
@@ -49,7 +44,6 @@ class Driven:
         """Hand over batches in here."""
         live, stage = self._workshop.live, self._stage
         with ExitStack() as stack:
-            stack.enter_context(recomputed(self._twice))
             stack.enter_context(self._scheduling.steps(live, self._workshop.model))
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)

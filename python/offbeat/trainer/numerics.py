@@ -1,11 +1,12 @@
-"""The numbers of a step: its precision, the scale of its loss, and where gradients are clipped."""
+"""The numbers of a step: its precision, the scale of its loss, what is computed twice, and clipping."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
+from offbeat.trainer.recompute import Recomputed
 from offbeat.trainer.settings import Amp
 
 __all__ = ["Numerics"]
@@ -14,25 +15,30 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Numerics:
-    """Precision, loss scale and clipping of a model's steps.
+    """Precision, loss scale, recomputation and clipping of a model's steps.
 
     Attributes:
         scaler: Of the losses, with "fp16"; torch's own.
         norm: Of the gradient before it was clipped last; None is for whoever wants to know of the next.
     """
 
-    def __init__(self, amp: Amp, device: torch.device, max_grad_norm: float | None) -> None:
+    def __init__(
+        self, amp: Amp, device: torch.device, max_grad_norm: float | None, twice: Sequence[nn.Module]
+    ) -> None:
+        """Begin; `twice`: parts of the model that are computed again for the backward pass."""
         self.scaler = torch.amp.GradScaler(device.type) if amp == "fp16" else None
         self.norm: torch.Tensor | None = None
         self._dtype = DTYPES.get(amp)
         self._device = device
         self._max_grad_norm = max_grad_norm
+        self._recomputed = Recomputed(twice)
 
-    def forward(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
         """Compute a forward pass and its loss in here."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._dtype)
+        cast = nullcontext() if self._dtype is None else torch.autocast(self._device.type, dtype=self._dtype)
+        with self._recomputed.forward(), cast:
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients, of the scaled loss where it is scaled."""

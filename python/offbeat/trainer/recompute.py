@@ -6,7 +6,6 @@ By `torch.utils.checkpoint`, which also gives the second pass the random state o
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import getitem
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from offbeat.errors import ConfigError
 from offbeat.naming import a_class, unknown
 
-__all__ = ["parts_of", "recomputed"]
+__all__ = ["Recomputed", "parts_of"]
 
 
 def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]:  # noqa: FBT001  as users give it
@@ -53,37 +52,45 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
     return [named[name] for name in names]
 
 
-@contextmanager
-def recomputed(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Let parts of a model be computed twice in here; afterwards they are as they were."""
-    own = [(part, part.__dict__.get("forward")) for part in parts]
-    for part in parts:
-        part.__dict__["forward"] = _Twice(part, part.__dict__.get("forward"))
-    try:
-        yield
-    finally:
-        for part, forward in own:
-            if forward is None:
-                del part.__dict__["forward"]
-            else:
-                part.__dict__["forward"] = forward
+class Recomputed:
+    """Parts of a model that are computed twice in `forward`, and are as they were elsewhere."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        """Take them."""
+        # The same at each pass: what `torch.compile` made of a model is for these.
+        self._twice = [(part, _Twice(part)) for part in parts]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Make a forward pass in here, and nothing else: callbacks may copy and save a model."""
+        own = [(part, part.__dict__.get("forward")) for part, _ in self._twice]
+        for (part, twice), (_, forward) in zip(self._twice, own, strict=True):
+            twice.own = forward
+            part.__dict__["forward"] = twice
+        try:
+            yield
+        finally:
+            for part, forward in own:
+                if forward is None:
+                    del part.__dict__["forward"]
+                else:
+                    part.__dict__["forward"] = forward
 
 
 class _Twice:
-    """The forward pass of a part; a copy of the part, which a callback may make or save, computes once."""
+    """The forward pass of a part.
 
-    def __init__(self, part: nn.Module, own: Any) -> None:  # noqa: ANN401  any function
-        """Take the part, and the forward of its own that it has beside its class's, if there is one."""
+    Attributes:
+        own: The forward that it has beside its class's, if there is one.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
         self._part = part
-        self._own = own
+        self.own: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as those of any module
-        forward = _of_class(self._part) if self._own is None else self._own
+        forward = _of_class(self._part) if self.own is None else self.own
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As a copy is made, of pickle's too, it has no attributes yet: what is found is its class's.
-        return (getattr, (self._part, "forward")) if self._own is None else (getitem, ((self._own,), 0))
 
 
 def _of_class(part: nn.Module) -> Any:  # noqa: ANN401  any function

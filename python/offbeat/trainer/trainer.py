@@ -42,7 +42,7 @@ from offbeat.trainer.loop import Loop, TrainPlan
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.places import Places, ProcessGroup
 from offbeat.trainer.predict import predict
-from offbeat.trainer.recompute import parts_of, recomputed
+from offbeat.trainer.recompute import parts_of
 from offbeat.trainer.scheduling import Given as GivenScheduler
 from offbeat.trainer.scheduling import (
     Interval,
@@ -232,13 +232,11 @@ class AsyncTrainer(Driveable):
         self._amp = amp
         self._places = places
         self._seed = seed
-        self._twice = twice
         self._callbacks = Callbacks(self, told)
         self._trackers = tracking
         self._optimizer = LocalOptimizer(model)
-        self._workshop = Workshop(
-            model, where, Numerics(amp, where, max_grad_norm), Tally(), loss_reduction, places
-        )
+        numerics = Numerics(amp, where, max_grad_norm, twice)
+        self._workshop = Workshop(model, where, numerics, Tally(), loss_reduction, places)
         self._stage = Stage(self._workshop, schedule, syncs)
         self._epochs_begun = 0
         self._history = History()
@@ -379,7 +377,6 @@ class AsyncTrainer(Driveable):
         with stop_noted(history), ExitStack() as stack:
             stack.enter_context(self._in_train())
             stack.enter_context(self._stop.training())
-            stack.enter_context(recomputed(self._twice))
             stack.enter_context(scheduling.steps(live, self.model))
             if live is not None:
                 stack.callback(live.register_step_pre_hook(self._workshop.numerics.clip_in_step).remove)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError
-from offbeat.trainer.recompute import recomputed
+from offbeat.trainer.recompute import Recomputed
 from support.trainer_loop import (
     DATA,
     LOSS,
@@ -200,6 +200,57 @@ def test_a_copy_of_a_model_that_is_computed_twice_computes_by_its_own_weights():
     assert all(map(torch.equal, gradients, [parameter.grad for parameter in ours.parameters()]))
 
 
+class Reduced(nn.Linear):
+    """Is pickled and copied by what it has, as a `torch.fx.GraphModule` is."""
+
+    def __reduce__(self):
+        return (made_of, (dict(self.__dict__),))
+
+
+def made_of(attributes):
+    part = Reduced.__new__(Reduced)
+    part.__dict__.update(attributes)
+    return part
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class OfAnother(nn.Sequential):
+    """Has another's forward for its own."""
+
+    @property
+    def forward(self):
+        return self[0].forward
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Reduced(6, 6),
+        lambda: OfAnother(nn.Linear(6, 6)),
+        lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 6))),
+    ],
+    ids=["by its attributes", "a property", "of fx"],
+)
+def test_a_callback_may_copy_and_save_a_model_of_any_parts_that_are_computed_twice(made, copied):
+    class Copies:
+        def on_step(self, trainer, step):
+            self.copied, self.state = copied(trainer.model), copy.deepcopy(trainer.model.state_dict())
+
+    kept, ours = Copies(), nn.Sequential(made(), nn.Linear(6, 5))
+    trainer = offbeat.AsyncTrainer(ours, gradient_checkpointing=["0"], callbacks=kept)
+    train(trainer, optim.SGD(lr=0.1))
+    assert all(map(torch.equal, kept.copied.state_dict().values(), kept.state.values()))
+    inputs = DATA[0][0]
+    assert torch.equal(kept.copied(inputs), ours(inputs)), "of the last step"
+
+
 def doubled(inputs):
     return 2.0 * inputs
 
@@ -216,7 +267,7 @@ class Builtin(nn.Linear):
 def test_parts_are_computed_twice_whatever_their_class_has_for_a_forward(kind):
     part, inputs = kind(6, 6), DATA[0][0]
     expected = part(inputs)
-    with recomputed([part]):
+    with Recomputed([part]).forward():
         assert torch.equal(part(inputs), expected)
     assert "forward" not in part.__dict__
 
