@@ -1,8 +1,5 @@
 """Gradients for an optimizer on the server, averaged over the samples of several batches."""
 
-import sys
-from typing import cast
-
 import torch
 
 from offbeat.errors import ConfigError, StateError
@@ -39,11 +36,10 @@ class Gradients:
         self._binding.clear_gradients()
         self._samples += samples
         if self._first is None:
-            self._first, self._first_samples = gradients, samples
-            if self._waits:
-                for place in range(len(gradients)):
-                    if _may_be_written(gradients, place):
-                        gradients[place] = cast(torch.Tensor, gradients[place]).detach().clone()
+            # The next batch's may be written into the same memory: DDP's buckets, or a user's own, as no
+            # tensor tells.
+            kept = [g if g is None else g.detach().clone() for g in gradients] if self._waits else gradients
+            self._first, self._first_samples = kept, samples
             return
         if self._sum is None:
             self._sum = [None] * len(gradients)
@@ -89,28 +85,6 @@ class Gradients:
                 total[i] = gradient.to(wide) * weight
             else:
                 so_far.add_(gradient, alpha=weight)
-
-
-def _may_be_written(gradients: Values, place: int) -> bool:
-    """Tell of a gradient whether the next batch may be written into its memory.
-
-    DDP's may be views of its buckets, into which it writes again. What autograd makes is no view, so that
-    such a one is told by being one, whoever wrapped the model and when. And a user may have memory that each
-    batch's gradient is put into: that is held by others than this list.
-    """
-    gradient = gradients[place]
-    if gradient is None or gradient._is_view():  # noqa: SLF001  no other way
-        return gradient is not None
-    del gradient
-    return _num_holders(gradients, place) > _ALONE
-
-
-def _num_holders(gradients: Values, place: int) -> int:
-    return sys.getrefcount(gradients[place])
-
-
-_ALONE = _num_holders([torch.empty(0)], 0)
-"""Of what a list holds and nobody else, as this interpreter counts."""
 
 
 def _dense(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:

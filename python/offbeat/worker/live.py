@@ -161,11 +161,14 @@ class _Gate:
 
 def _check_finite(slots: Sequence[Slot], gradients: Sequence[torch.Tensor | None]) -> None:
     """Refuse NaN and infinity before an optimizer's state takes them in, where they would stay."""
-    there = [
+    every = [
         (slot, (g.coalesce().values() if g.is_sparse else g).detach())
         for slot, g in zip(slots, gradients, strict=True)
-        if g is not None and g.numel()
+        if g is not None
     ]
+    there = [(slot, values) for slot, values in every if values.numel()]
+    if not there:
+        return
     largest = torch._foreach_norm([g for _, g in there], float("inf"))  # noqa: SLF001  as torch's clipping
     devices = {n.device for n in largest}
     if all(bool(torch.stack([n for n in largest if n.device == d]).isfinite().all()) for d in devices):

@@ -78,7 +78,7 @@ def test_one_batch_is_pushed_from_where_autograd_left_it():
     binding = bound(model)
     backward(model, 5)
     where = [p.grad.data_ptr() for p in model.parameters()]
-    contribution = Gradients(binding, "mean")
+    contribution = Gradients(binding, "mean", waits=False)
     add(contribution, binding, 5)
     memories = binding.memories(contribution.take())
     of = {id(slot.tensor): memory[1] for slot, memory in zip(binding.slots, memories, strict=True)}
@@ -215,8 +215,9 @@ def test_gradients_of_ddp_buckets_are_copied_where_they_wait_for_another_batch()
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("given", [lambda own: own, torch.Tensor.detach], ids=["itself", "an alias"])
 @pytest.mark.parametrize("num", [1, 2])
-def test_memory_that_a_user_puts_each_batch_s_gradient_into_is_left_alone(num):
+def test_memory_that_a_user_puts_each_batch_s_gradient_into_is_left_alone(num, given):
     model = mlp().eval()
     binding = bound(model)
     memory = [torch.zeros_like(p) for p in model.parameters()]
@@ -224,7 +225,7 @@ def test_memory_that_a_user_puts_each_batch_s_gradient_into_is_left_alone(num):
     contribution = Gradients(binding, "mean")
     for seed in range(num):
         for parameter, own in zip(model.parameters(), memory, strict=True):
-            parameter.grad = own.zero_()
+            parameter.grad = given(own.zero_())
         backward(model, 4, seed)
         wanted = [w + g / num for w, g in zip(wanted, gradients(model), strict=True)]
         add(contribution, binding, 4)
@@ -234,11 +235,11 @@ def test_memory_that_a_user_puts_each_batch_s_gradient_into_is_left_alone(num):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("view", "waits"), [(False, True), (True, False)])
-def test_no_other_gradient_is_copied(view, waits):
+@pytest.mark.parametrize("view", [False, True])
+def test_no_gradient_is_copied_that_waits_for_no_other_batch(view):
     model = nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
     binding = bound(model)
-    contribution = Gradients(binding, "mean", waits=waits)
+    contribution = Gradients(binding, "mean", waits=False)
     backward(model, 3)
     where = [p.grad.data_ptr() for p in model.parameters()]
     add(contribution, binding, 3)
@@ -482,6 +483,21 @@ def test_a_live_optimizer_steps_a_model_with_a_parameter_of_no_element():
     wanted = model[0].weight.detach() - 0.1 * model[0].weight.grad
     add(contribution, binding, 3)
     torch.testing.assert_close(model[0].weight.detach(), wanted)
+
+
+def test_a_live_optimizer_steps_where_a_sparse_gradient_has_no_value():
+    model = nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True, mode="sum"), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    binding, contribution = live(model, optimizer)
+    before = model[0].weight.detach().clone()
+    for num in (0, 2):
+        model[1](model[0](torch.arange(num), torch.tensor([0]))).sum().backward()
+        assert model[0].weight.grad._nnz() == num
+        add(contribution, binding, 1)
+    assert (model[0].weight != before).any(dim=1).tolist() == [True, True, False, False, False]
+    model[1].requires_grad_(False)
+    model[1](model[0](torch.arange(0), torch.tensor([0]))).sum().backward()
+    add(contribution, binding, 1)
 
 
 def test_the_user_s_own_call_of_a_live_optimizer_raises():
