@@ -63,9 +63,21 @@ class Stepped:
                 known.newest = self.number
                 return
             if known is not None:
-                self._gone.append(known)
+                self._gone.append(self._steps.pop(id(optimizer)))
+            self._merge()
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._own
             self._steps[id(optimizer)] = _Steps(weakref.ref(optimizer), shape, ids, self.number)
+
+    def _merge(self) -> None:
+        # Of those that are gone one is enough for the same parameters: who makes an optimizer for each epoch,
+        # and averages with nobody, has no list that grows.
+        there = {key: steps for key, steps in self._steps.items() if steps.optimizer() is not None}
+        gone = [*self._gone, *(steps for key, steps in self._steps.items() if key not in there)]
+        newest = {
+            (id(steps.optimizer()), frozenset(steps.ids)): steps
+            for steps in sorted(gone, key=lambda one: one.newest)
+        }
+        self._steps, self._gone = there, list(newest.values())
 
 
 @dataclass(slots=True)

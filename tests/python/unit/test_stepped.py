@@ -142,3 +142,18 @@ def test_a_step_that_is_compiled_is_counted_and_compiled_once(monkeypatch):
         compiled()
     assert stepped.number == 6
     assert stepped.since(5) == {id(parameter)}
+
+
+def test_who_makes_an_optimizer_for_each_epoch_makes_no_list_that_grows():
+    one, other = parameters(2)
+    stepped = Stepped([one, other])
+    for number in range(50):
+        torch.optim.SGD([one], lr=0.1).step()
+        if number == 25:
+            between = stepped.number
+            torch.optim.SGD([other], lr=0.1).step()
+        gc.collect()
+    assert len(stepped._gone) + len(stepped._steps) < 6
+    assert stepped.since(between) == {id(one), id(other)}
+    assert stepped.since(between + 1) == {id(one)}
+    assert stepped.since(stepped.number) == set()
