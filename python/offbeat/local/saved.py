@@ -161,7 +161,12 @@ def of_groups(
     then = [len(group["params"]) for group in groups]
     if here == then:
         return []
-    return [f"the optimizer's groups have {here} parameters, and the {of}'s {then}"]
+    added = (
+        " (one that was added in mid-run has to be there from the start now)"
+        if here == then[: len(here)]
+        else ""
+    )
+    return [f"the optimizer's groups have {here} parameters, and the {of}'s {then}{added}"]
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:

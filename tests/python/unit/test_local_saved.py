@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError
+from offbeat.local.saved import of_groups
 
 LOSS = nn.CrossEntropyLoss()
 BATCHES = [(torch.full((4, 6), float(number)), torch.arange(4) % 5) for number in range(6)]
@@ -130,6 +131,17 @@ def test_an_optimizer_of_other_groups_is_refused_likewise(kind):
     with pytest.raises(ConfigError, match=r"the optimizer's groups have \[2, 2\] parameters, and "):
         ours.load_state_dict(state, optimizer=optim.SGD(lr=0.1, groups=[{"pattern": "0.*", "lr": 0.2}]))
     assert ours.optimizer is None
+
+
+def test_of_a_group_that_was_added_in_mid_run_it_is_told_when_it_has_to_be_there():
+    first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    live, grown = torch.optim.SGD([first], lr=0.1), torch.optim.SGD([first], lr=0.1)
+    grown.add_param_group({"params": [second]})
+    told = "the optimizer's groups have [1] parameters, and the checkpoint's [1, 1] (one that was added"
+    (found,) = of_groups(live, grown.state_dict())
+    assert found.startswith(told)
+    assert of_groups(grown, live.state_dict())[0].endswith("have [1, 1] parameters, and the checkpoint's [1]")
+    assert of_groups(grown, grown.state_dict()) == []
 
 
 @pytest.mark.parametrize("kind", MADE)
