@@ -51,7 +51,7 @@ class Accumulated(Strategy):
             seen.append((outputs, loss))
             return loss
 
-        with self._counted():
+        with self._counted(), workshop.numerics.passes():
             self._accumulator.train_step(
                 inputs=batch.inputs,
                 targets=batch.targets,

@@ -1,7 +1,7 @@
 """The numbers of a step: its precision, the scale of its loss, what is computed twice, and clipping."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -33,12 +33,15 @@ class Numerics:
         self._max_grad_norm = max_grad_norm
         self._recomputed = Recomputed(twice)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[object]:
         """Compute a forward pass and its loss in here."""
-        cast = nullcontext() if self._dtype is None else torch.autocast(self._device.type, dtype=self._dtype)
-        with self._recomputed.forward(), cast:
-            yield
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
+
+    def passes(self) -> AbstractContextManager[object]:
+        """Compute forwards and backwards in here, by parts that are computed twice."""
+        return self._recomputed.passes()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients, of the scaled loss where it is scaled."""

@@ -53,7 +53,7 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
 
 
 class Recomputed:
-    """Parts of a model that are computed twice in `forward`, and are as they were elsewhere."""
+    """Parts of a model that are computed twice in `passes`, and are as they were elsewhere."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         """Take them."""
@@ -61,8 +61,12 @@ class Recomputed:
         self._twice = [(part, _Twice(part)) for part in parts]
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Make a forward pass in here, and nothing else: callbacks may copy and save a model."""
+    def passes(self) -> Iterator[None]:
+        """Make a forward or a backward pass in here, and nothing else: callbacks may copy and save a model.
+
+        A backward pass computes, too, where a part is within what else is computed twice, and has to find
+        there what the forward pass has.
+        """
         own = [(part, part.__dict__.get("forward")) for part, _ in self._twice]
         for (part, twice), (_, forward) in zip(self._twice, own, strict=True):
             twice.own = forward

@@ -123,13 +123,14 @@ class Workshop:
     def compute(self, batch: Batch) -> tuple[Any, torch.Tensor]:
         """Run a batch forwards and backwards; gives the outputs and the loss."""
         assert self.loss_fn is not None  # noqa: S101  `train` has one
-        with self.numerics.forward():
+        with self.numerics.passes(), self.numerics.forward():
             outputs = self.model(batch.inputs)
             loss = self.loss_fn(outputs, batch.targets)
         check_loss(loss, owner="AsyncTrainer")
         shown = loss.detach()
         trained_by.tell(self.model, loss=shown if self.reduction == "mean" else shown / batch.samples)
-        self.numerics.backward(loss)
+        with self.numerics.passes():
+            self.numerics.backward(loss)
         return outputs, shown
 
 

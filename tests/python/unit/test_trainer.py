@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat import optim
@@ -168,6 +169,49 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(given):
     copy.deepcopy(ours)
 
 
+class Twice(nn.Module):
+    """A model that computes a stage of its own twice already."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stage = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, inputs):
+        return self.out(checkpoint(self.stage, inputs, use_reentrant=False))
+
+
+class WithinItself(nn.Module):
+    """A part that is used within itself, as a tree's node."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs, depth=2):
+        inner = self(torch.tanh(self.down(inputs)), depth - 1) if depth else inputs
+        return torch.tanh(self.up(inner))
+
+
+def tree():
+    torch.manual_seed(0)
+    return nn.Sequential(WithinItself(), nn.Linear(6, 5))
+
+
+@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
+@pytest.mark.parametrize(
+    ("made", "parts"), [(Twice, ["stage.1"]), (Twice, ["stage.0", "stage.2"]), (tree, ["0"])]
+)
+def test_parts_within_what_is_computed_twice_already_change_no_bit(made, parts, strategy):
+    ours, theirs = made(), made()
+    often = {} if strategy == "local" else {"regular_sync_frequency": 2, "warm_up_epochs": 0}
+    for trained, named in ((ours, parts), (theirs, False)):
+        trainer = offbeat.AsyncTrainer(trained, strategy=strategy, gradient_checkpointing=named, **often)
+        train(trainer, optim.SGD(lr=0.1))
+    assert same(ours, theirs)
+
+
 def test_a_copy_of_a_model_that_is_computed_twice_computes_by_its_own_weights():
     class Keeps:
         saved = io.BytesIO()
@@ -267,7 +311,7 @@ class Builtin(nn.Linear):
 def test_parts_are_computed_twice_whatever_their_class_has_for_a_forward(kind):
     part, inputs = kind(6, 6), DATA[0][0]
     expected = part(inputs)
-    with Recomputed([part]).forward():
+    with Recomputed([part]).passes():
         assert torch.equal(part(inputs), expected)
     assert "forward" not in part.__dict__
 
