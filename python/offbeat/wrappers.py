@@ -17,7 +17,8 @@ def inside(module: "nn.Module") -> "nn.Module":
     """Take off all of it. A module that has none, or is sharded, is given as it is."""
     while True:
         children = vars(module).get("_modules", ())  # a scripted module has its own
-        held = [key for cls in type(module).__mro__ if (key := _WRAPPED.get(cls.__name__)) in children]
+        kinds = [cls.__name__ for cls in type(module).__mro__ if cls.__module__.partition(".")[0] == "torch"]
+        held = [key for kind in kinds if (key := _WRAPPED.get(kind)) in children]
         if not held:
             return module
         module = children[held[0]]

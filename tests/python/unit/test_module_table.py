@@ -60,6 +60,18 @@ def test_data_parallel_leaves_no_trace_in_names():
     assert names(nn.DataParallel(model)) == names(model)
 
 
+class DataParallel(nn.Module):
+    """A user's own, that is called as torch's is, and has more than what it is around."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+
+def test_a_module_that_is_but_called_as_a_wrapper_is_whole():
+    assert names(DataParallel()) == ["module.weight", "module.bias", "head.weight", "head.bias"]
+
+
 def test_the_bytes_are_those_of_the_logical_order():
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     model.register_buffer("every_other", torch.arange(4, dtype=torch.bfloat16)[::2])
