@@ -117,10 +117,7 @@ def apart(metric: Metric, keeps: Sequence[object]) -> Metric:
     if not isinstance(metric, MetricObject):
         return metric
     parts = [part for one in keeps if isinstance(one, nn.Module) for part in _parts(one)]
-    memo = {id(one): one for one in (*keeps, *parts)}
-    if isinstance(metric, nn.Module):  # it may be a part of the model itself, and is to be copied
-        for own in (metric, *(_parts(metric) if id(metric) in memo else ())):
-            memo.pop(id(own), None)
+    memo = {id(one): one for one in (*keeps, *parts) if one is not metric}
     try:
         return copy.deepcopy(metric, memo)
     except Exception as error:
@@ -132,7 +129,17 @@ def apart(metric: Metric, keeps: Sequence[object]) -> Metric:
 
 
 def _parts(module: nn.Module) -> list[object]:
-    return [*module.modules(), *module.parameters(), *module.buffers()]
+    """Give what a model is made of, but for metrics in it, as Lightning's have, and what is theirs alone."""
+    found: dict[int, object] = {}
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        found[id(part)] = part
+        found |= {id(one): one for one in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+        waiting += [
+            one for one in part.children() if id(one) not in found and not isinstance(one, MetricObject)
+        ]
+    return list(found.values())
 
 
 def accuracy(outputs: object, targets: object) -> torch.Tensor:

@@ -254,8 +254,8 @@ class Measured(nn.Module):
 
 
 @pytest.mark.parametrize("in_between", ["validation", "evaluate"])
-@pytest.mark.parametrize("is_collection", [False, True])
-def test_a_metric_that_is_a_part_of_the_model_keeps_its_account_of_training(in_between, is_collection):
+@pytest.mark.parametrize("around", ["none", "a collection", "a collection in the model"])
+def test_a_metric_that_is_a_part_of_the_model_keeps_its_account_of_training(in_between, around):
     class Evaluates:
         def on_step(self, trainer, step):
             if in_between == "evaluate":
@@ -273,8 +273,9 @@ def test_a_metric_that_is_a_part_of_the_model_keeps_its_account_of_training(in_b
     plain = Measured()
     expected = trained("accuracy", plain).records[-1].metrics["accuracy"]
     ours = Measured()
-    metric = torchmetrics.MetricCollection({"found": ours.accuracy}) if is_collection else ours.accuracy
-    ours.also = metric
+    metric = ours.accuracy if around == "none" else torchmetrics.MetricCollection({"found": ours.accuracy})
+    if "model" in around:
+        ours.also = metric
     history = trained(metric, ours, evaluates=True)
     (found,) = history.records[-1].metrics.values()
     assert found == pytest.approx(expected)
@@ -283,6 +284,35 @@ def test_a_metric_that_is_a_part_of_the_model_keeps_its_account_of_training(in_b
         assert [v for k, v in history.validation[-1].metrics.items() if k != "loss"] == pytest.approx(
             [of_other]
         )
+
+
+class ByBias(torchmetrics.Metric):
+    """A metric that has hold of a part of the model."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+        self.add_state("seen", torch.zeros(()))
+
+    def update(self, outputs, targets):
+        self.seen = self.part.bias.detach().sum().clone()
+
+    def compute(self):
+        return self.seen
+
+
+def test_a_metric_in_the_model_that_has_hold_of_another_part_measures_by_that_one():
+    ours, found = Measured(), []
+    ours.by_bias = ByBias(ours.inner[3])
+
+    class Notes:
+        def on_epoch_end(self, trainer, epoch):
+            found.append(ours.inner[3].bias.sum().item())
+
+    trainer = offbeat.AsyncTrainer(ours, callbacks=[Notes()])
+    history = train(trainer, metrics=ours.by_bias, epochs=2, validation=OTHER)
+    assert [one.metrics["ByBias"] for one in history.validation] == pytest.approx(found)
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize(("metric", "mode", "better"), [("accuracy", "min", "max"), ("loss", "max", "min")])
