@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.errors import ConfigError
@@ -32,7 +32,7 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
     """
     if given is False:
         return []
-    named = dict(model.named_modules())
+    named = dict(model.named_modules(remove_duplicate=False))
     names = _of_sequentials(model) if given is True else _names(given, named)
     faults = []
     for name in names:
@@ -41,7 +41,7 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
                 f"{name!r} is within {outer!r}, and would be computed three times: name one of the two"
             )
         for inner, module in named[name].named_modules():
-            if isinstance(module, _BatchNorm) and module.track_running_stats:
+            if isinstance(module, _NormBase) and module.track_running_stats:
                 place = f"{name}.{inner}" if inner else name
                 faults.append(
                     f"{place!r} is {a_class(module)}, whose running statistics a second pass would "
@@ -49,7 +49,7 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
                 )
     if faults:
         raise ConfigError("gradient_checkpointing: " + "; ".join(faults))
-    return [named[name] for name in names]
+    return list({id(named[name]): named[name] for name in names}.values())
 
 
 class Recomputed:
@@ -94,7 +94,13 @@ class _Twice:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as those of any module
         forward = _of_class(self._part) if self.own is None else self.own
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        def by_place(named: dict[str, Any], *args: Any) -> Any:  # noqa: ANN401
+            return forward(*args, **named)
+
+        # Keywords come as an argument by place: torch takes some for its own, and keeps the random state of
+        # the devices of tensors by place alone.
+        return checkpoint(by_place, kwargs, *args, use_reentrant=False)
 
 
 def _of_class(part: nn.Module) -> Any:  # noqa: ANN401  any function

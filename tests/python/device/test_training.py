@@ -115,6 +115,37 @@ def test_a_compiled_model_and_recomputed_activations_learn_too(device, how):
     assert trainer.evaluate(batches(20, begin=1000)) > 0.7
 
 
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, *, inputs):
+        return nn.functional.dropout(torch.tanh(self.inner(inputs)), 0.3)
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.part, self.last = nn.Linear(6, 16), ByKeyword(), nn.Linear(16, 5)
+
+    def forward(self, inputs):
+        return self.last(self.part(inputs=self.first(inputs)))
+
+
+def test_the_second_pass_of_a_part_drops_what_the_first_has_dropped(device):
+    trained = []
+    for parts in (False, ["part"]):
+        torch.manual_seed(7)
+        trained.append(Dropped())
+        trainer = offbeat.AsyncTrainer(trained[-1], device=device, gradient_checkpointing=parts)
+        trainer.train(
+            dataloader=batches(8), epochs=1, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS, progress=False
+        )
+    assert same(*trained)
+
+
 def test_strategies_are_switched_in_a_run(device):
     ours = model()
     trainer = offbeat.AsyncTrainer(

@@ -182,6 +182,38 @@ class Twice(nn.Module):
         return self.out(checkpoint(self.stage, inputs, use_reentrant=False))
 
 
+class Named(nn.Module):
+    """A part that takes its tensors by keyword, and a keyword that torch's checkpoint has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = nn.Linear(6, 6), nn.Dropout(0.3)
+
+    def forward(self, *, inputs, debug):
+        return self.drop(torch.tanh(self.inner(inputs))) * (1.0 if debug else 100.0)
+
+
+class ByKeywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part, self.out = Named(), nn.Linear(6, 5)
+
+    def forward(self, inputs):
+        return self.out(self.part(inputs=inputs, debug=True))
+
+
+class UnderTwoNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.head = nn.Sequential(self.first, nn.Tanh(), nn.Linear(6, 5))
+
+    def forward(self, inputs):
+        return self.head(self.first(inputs))
+
+
 class WithinItself(nn.Module):
     """A part that is used within itself, as a tree's node."""
 
@@ -201,12 +233,21 @@ def tree():
 
 @pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
 @pytest.mark.parametrize(
-    ("made", "parts"), [(Twice, ["stage.1"]), (Twice, ["stage.0", "stage.2"]), (tree, ["0"])]
+    ("made", "parts"),
+    [
+        (Twice, ["stage.1"]),
+        (Twice, ["stage.0", "stage.2"]),
+        (tree, ["0"]),
+        (ByKeywords, ["part"]),
+        (UnderTwoNames, True),
+        (UnderTwoNames, ["first", "head.0"]),
+    ],
 )
-def test_parts_within_what_is_computed_twice_already_change_no_bit(made, parts, strategy):
+def test_parts_of_any_kind_change_no_bit(made, parts, strategy):
     ours, theirs = made(), made()
     often = {} if strategy == "local" else {"regular_sync_frequency": 2, "warm_up_epochs": 0}
     for trained, named in ((ours, parts), (theirs, False)):
+        torch.manual_seed(7)
         trainer = offbeat.AsyncTrainer(trained, strategy=strategy, gradient_checkpointing=named, **often)
         train(trainer, optim.SGD(lr=0.1))
     assert same(ours, theirs)

@@ -128,7 +128,7 @@ def test_a_hook_that_is_mistyped_is_refused_with_the_nearest_though_others_are_r
 def test_all_that_is_wrong_is_told_at_once():
     with pytest.raises(ConfigError) as refused:
         offbeat.AsyncTrainer(
-            nn.Sequential(nn.BatchNorm1d(3)),
+            nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
             warm_up_epochs=-1,
             warm_up_sync_frequency=0,
             regular_sync_frequency="30s",
@@ -159,6 +159,7 @@ def test_all_that_is_wrong_is_told_at_once():
         "unknown amp 'fp8'",
         "compile is 3",
         "'0' is a BatchNorm1d, whose running statistics a second pass would count twice",
+        "'1' is an InstanceNorm1d, whose running statistics a second pass would count twice",
         "compile and gradient_checkpointing do not go together",
         "unknown loss_reduction 'max'",
         "overlap is 0",
