@@ -239,7 +239,7 @@ class Mean:
     def _numbers(self) -> list[float]:
         """Give the values that wait as plain numbers, with one wait for all that are not."""
         waiting = [value.reshape(()) for value in self._values if isinstance(value, torch.Tensor)]
-        read = iter(torch.stack(waiting).double().tolist() if waiting else ())
+        read = iter(torch.stack(waiting).cpu().double().tolist() if waiting else ())
         return [next(read) if isinstance(value, torch.Tensor) else value for value in self._values]
 
 

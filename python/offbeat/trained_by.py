@@ -107,6 +107,7 @@ class _Known:
     def add(self, module: "nn.Module", thing: object) -> None:
         with self._lock:
             known = self._by_module.setdefault(inside(module), [])
+            known[:] = [reference for reference in known if reference() is not None]
             if not any(reference() is thing for reference in known):
                 known.append(weakref.ref(thing))
 

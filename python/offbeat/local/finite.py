@@ -76,7 +76,7 @@ class Finiteness:
 
     def look(self) -> None:
         """Read the losses since the last look, and warn if one is the first that is not finite."""
-        values = torch.stack(self._losses).double().tolist() if self._losses else []  # one wait for all
+        values = torch.stack(self._losses).cpu().double().tolist() if self._losses else []  # one wait for all
         found = [
             (step, value) for step, value in zip(self._steps, values, strict=True) if not math.isfinite(value)
         ]
@@ -88,7 +88,7 @@ class Finiteness:
 
     def begin_anew(self) -> None:
         """Take down what was not finite, and tell of none of it: all is as it was before, and news again."""
-        values = torch.stack(self._losses).double().tolist() if self._losses else []
+        values = torch.stack(self._losses).cpu().double().tolist() if self._losses else []
         for step, value in zip(self._steps, values, strict=True):
             if not math.isfinite(value) and self._history.first_non_finite is None:
                 self._history.first_non_finite = step

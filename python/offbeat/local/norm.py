@@ -19,5 +19,5 @@ def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:
     square = 0.0
     for dtype, some in by_dtype.items():
         norms = torch._foreach_norm(some, 2.0, dtype=wide(dtype))  # noqa: SLF001  as torch's clipping
-        square += torch.stack(norms).double().square().sum().item()
+        square += torch.stack(norms).cpu().double().square().sum().item()
     return square

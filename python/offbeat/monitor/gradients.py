@@ -166,7 +166,7 @@ class Gradients:
         now, before = [p.detach() for p in self._model.parameters()], self._before
         if not before:
             return self._ratio_since
-        if [p.shape for p in before] != [p.shape for p in now]:
+        if [(p.shape, p.device) for p in before] != [(p.shape, p.device) for p in now]:
             return None
         pairs = [(a, b) for a, b in zip(now, before, strict=True) if _is_measurable(a)]
         change = _norm([_norm_of_one(a - b) for a, b in pairs])
@@ -311,7 +311,7 @@ def _norm(norms: list[torch.Tensor]) -> float:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for norm in norms:
         by_device.setdefault(norm.device, []).append(norm)
-    squares = (float(torch.stack(group).double().square().sum()) for group in by_device.values())
+    squares = (float(torch.stack(group).cpu().double().square().sum()) for group in by_device.values())
     return math.sqrt(sum(squares))
 
 
