@@ -62,7 +62,7 @@ class Recomputed:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Make a forward or a backward pass in here, and nothing else: callbacks may copy and save a model.
+        """Make forward and backward passes in here, and as little else as can be: callbacks may save a model.
 
         A backward pass computes, too, where a part is within what else is computed twice, and has to find
         there what the forward pass has.
