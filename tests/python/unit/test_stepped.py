@@ -131,15 +131,15 @@ def test_threads_step_while_another_reads():
     assert stepped.since(0) == {id(parameter) for parameter in every}
 
 
-def test_a_step_that_is_compiled_is_counted_and_compiled_once(monkeypatch):
+def test_a_step_that_is_compiled_is_counted_and_compiled_once():
     (parameter,) = parameters(1)
     stepped = Stepped([parameter])
     live = torch.optim.SGD([parameter], lr=0.1, fused=True)
     compiled = torch.compile(live.step, backend="eager")
     compiled()
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    for _ in range(5):
-        compiled()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(5):
+            compiled()
     assert stepped.number == 6
     assert stepped.since(5) == {id(parameter)}
 
