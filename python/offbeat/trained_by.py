@@ -100,21 +100,21 @@ class _Known:
     """Weak references by plain module, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is collected in here, in any line, may be a trainer that leaves
         self._by_module: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]
         self._by_module = weakref.WeakKeyDictionary()
 
     def add(self, module: "nn.Module", thing: object) -> None:
         with self._lock:
             known = self._by_module.setdefault(inside(module), [])
-            known[:] = [reference for reference in known if reference() is not None]
-            if not any(reference() is thing for reference in known):
+            known[:] = [reference for reference in tuple(known) if reference() is not None]
+            if not any(reference() is thing for reference in tuple(known)):
                 known.append(weakref.ref(thing))
 
     def remove(self, module: "nn.Module", thing: object) -> None:
         with self._lock:
             known = self._by_module.get(inside(module), [])
-            known[:] = [reference for reference in known if reference() is not thing]
+            known[:] = [reference for reference in tuple(known) if reference() is not thing]
 
     def of(self, module: "nn.Module") -> list[Any]:
         references = self._by_module.get(inside(module))
