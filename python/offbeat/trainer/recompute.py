@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.errors import ConfigError
@@ -28,7 +30,7 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
 
     Raises:
         ConfigError: If there is no such part, one is within another, or one keeps batch statistics, which a
-            second pass would count twice.
+            second pass would count twice, or a spectral norm.
     """
     if given is False:
         return []
@@ -41,15 +43,24 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
                 f"{name!r} is within {outer!r}, and would be computed three times: name one of the two"
             )
         for inner, module in named[name].named_modules():
-            if isinstance(module, _NormBase) and module.track_running_stats:
+            if what := _written(module, is_part=not inner):
                 place = f"{name}.{inner}" if inner else name
-                faults.append(
-                    f"{place!r} is {a_class(module)}, whose running statistics a second pass would "
-                    f"count twice: name parts without one"
-                )
+                faults.append(f"{place!r} is {a_class(module)}, whose {what}: name parts without one")
     if faults:
         raise ConfigError("gradient_checkpointing: " + "; ".join(faults))
     return list({id(named[name]): named[name] for name in names}.values())
+
+
+def _written(module: nn.Module, *, is_part: bool) -> str:
+    """Word what of a module a forward pass writes, so that a second one is another; empty for nothing."""
+    if isinstance(module, _NormBase) and module.track_running_stats:
+        return "running statistics a second pass would count twice"
+    hooks = () if is_part else module._forward_pre_hooks.values()  # noqa: SLF001  a part's own are not in its forward
+    if (isinstance(module, _SpectralNorm) and hasattr(module, "_u")) or any(
+        isinstance(hook, SpectralNorm) for hook in hooks
+    ):
+        return "spectral norm a second pass would estimate anew, and compute by other weights"
+    return ""
 
 
 class Recomputed:

@@ -125,6 +125,21 @@ def test_a_hook_that_is_mistyped_is_refused_with_the_nearest_though_others_are_r
     assert str(refused.value).count("unknown hook") == 2
 
 
+@pytest.mark.parametrize(
+    ("normed", "place"),
+    [
+        (nn.utils.parametrizations.spectral_norm, r"0\.0\.parametrizations\.weight\.0"),
+        (nn.utils.spectral_norm, r"0\.0"),
+    ],
+)
+def test_a_part_that_estimates_a_spectral_norm_is_not_computed_twice(normed, place):
+    """Its second pass would go by other weights than its loss."""
+    model = nn.Sequential(nn.Sequential(normed(nn.Linear(6, 16)), nn.Tanh()), nn.Linear(16, 5))
+    with pytest.raises(ConfigError, match=rf"'{place}' is a .*, whose spectral norm a second pass would"):
+        offbeat.AsyncTrainer(model, gradient_checkpointing=["0"])
+    offbeat.AsyncTrainer(model, gradient_checkpointing=["1"])
+
+
 def test_all_that_is_wrong_is_told_at_once():
     with pytest.raises(ConfigError) as refused:
         offbeat.AsyncTrainer(
