@@ -36,8 +36,8 @@ class Gradients:
         self._binding.clear_gradients()
         self._samples += samples
         if self._first is None:
-            # The next batch's may be written into the same memory: DDP's buckets, or a user's own, as no
-            # tensor tells.
+            # The next batch's may be written into the same memory: DDP's buckets, or a user's own. No tensor
+            # tells whether anybody else has its memory.
             kept = [g if g is None else g.detach().clone() for g in gradients] if self._waits else gradients
             self._first, self._first_samples = kept, samples
             return
