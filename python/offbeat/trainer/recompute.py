@@ -43,7 +43,7 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
                 f"{name!r} is within {outer!r}, and would be computed three times: name one of the two"
             )
         for inner, module in named[name].named_modules():
-            if what := _written(module, is_part=not inner):
+            if what := _written(module):
                 place = f"{name}.{inner}" if inner else name
                 faults.append(f"{place!r} is {a_class(module)}, whose {what}: name parts without one")
     if faults:
@@ -51,13 +51,15 @@ def parts_of(model: nn.Module, given: bool | Iterable[str]) -> list[nn.Module]: 
     return list({id(named[name]): named[name] for name in names}.values())
 
 
-def _written(module: nn.Module, *, is_part: bool) -> str:
+def _written(module: nn.Module) -> str:
     """Word what of a module a forward pass writes, so that a second one is another; empty for nothing."""
     if isinstance(module, _NormBase) and module.track_running_stats:
         return "running statistics a second pass would count twice"
-    hooks = () if is_part else module._forward_pre_hooks.values()  # noqa: SLF001  a part's own are not in its forward
+    # A part's own hook is not in its forward, but the weights that it leaves are read there anew: where the
+    # part was used once more in between, by then they are another's.
     if (isinstance(module, _SpectralNorm) and hasattr(module, "_u")) or any(
-        isinstance(hook, SpectralNorm) for hook in hooks
+        isinstance(hook, SpectralNorm)
+        for hook in module._forward_pre_hooks.values()  # noqa: SLF001
     ):
         return "spectral norm a second pass would estimate anew, and compute by other weights"
     return ""

@@ -113,7 +113,10 @@ class AsyncTrainer(Driveable):
         compile: Let `torch.compile` have the model, in place; or with the backend of that name.
         gradient_checkpointing: Names of the model's parts whose results are computed again for the backward
             pass, to save memory; True: all parts with parameters of each `nn.Sequential` that the model is,
-            or has right below it.
+            or has right below it. Their forward runs twice in a batch: torch's layers that would be another
+            the second time (running statistics, spectral norms) are refused. Name no part of your own that
+            writes something there (a moving average, a counter, a codebook, observers of quantization): it
+            may be written twice, and where outputs depend on it, gradients are not those of the loss.
         loss_reduction: Whether losses are means over their batch, or sums.
         overlap: As `AsyncModelAverager`'s and `AsyncGradientAccumulator`'s, after the warm-up; a number is
             for methods of averaging alone.

@@ -126,17 +126,19 @@ def test_a_hook_that_is_mistyped_is_refused_with_the_nearest_though_others_are_r
 
 
 @pytest.mark.parametrize(
-    ("normed", "place"),
+    ("normed", "part", "place"),
     [
-        (nn.utils.parametrizations.spectral_norm, r"0\.0\.parametrizations\.weight\.0"),
-        (nn.utils.spectral_norm, r"0\.0"),
+        (nn.utils.parametrizations.spectral_norm, "0", r"0\.0\.parametrizations\.weight\.0"),
+        (nn.utils.parametrizations.spectral_norm, "0.0", r"0\.0\.parametrizations\.weight\.0"),
+        (nn.utils.spectral_norm, "0", r"0\.0"),
+        (nn.utils.spectral_norm, "0.0", r"0\.0"),
     ],
 )
-def test_a_part_that_estimates_a_spectral_norm_is_not_computed_twice(normed, place):
+def test_a_part_that_estimates_a_spectral_norm_is_not_computed_twice(normed, part, place):
     """Its second pass would go by other weights than its loss."""
     model = nn.Sequential(nn.Sequential(normed(nn.Linear(6, 16)), nn.Tanh()), nn.Linear(16, 5))
     with pytest.raises(ConfigError, match=rf"'{place}' is a .*, whose spectral norm a second pass would"):
-        offbeat.AsyncTrainer(model, gradient_checkpointing=["0"])
+        offbeat.AsyncTrainer(model, gradient_checkpointing=[part])
     offbeat.AsyncTrainer(model, gradient_checkpointing=["1"])
 
 
