@@ -72,7 +72,8 @@ class MetricsEndpoint:
         self._is_local = host in THIS_MACHINE
         self._listener = _listen(host, port)
         self._closed = threading.Event()
-        self._lock = threading.Lock()
+        # Taken twice by one thread where a server is collected while that one holds it, and closes this.
+        self._lock = threading.RLock()
         self._has_ended = threading.Condition(self._lock)  # a connection
         self._threads: dict[
             socket.socket, threading.Thread
