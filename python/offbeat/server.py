@@ -381,6 +381,27 @@ class ParameterServer(process.Live):
         spec = as_spec(optimizer).spec(momentum_correction=self._config["momentum_correction"])
         self._open().set_optimizer(json.dumps(spec))
 
+    @property
+    def max_staleness(self) -> int | None:
+        """The bound on staleness, in updates; may be set, from the next push on. None: no bound.
+
+        A bound below what a worker's pushes usually miss rejects nearly all of them, and so does 0 with
+        ``in_flight=2``.
+
+        Raises:
+            ConfigError: If it is set to what is no number of updates; or to one where members average here,
+                each of whose shares is later than the one before.
+        """
+        found: int | None = self._config["staleness"]["max_staleness"]
+        return found
+
+    @max_staleness.setter
+    def max_staleness(self, most: int | None) -> None:
+        server = self._open()
+        refuse(staleness.no_bound(most))
+        server.set_max_staleness(most)
+        self._config["staleness"]["max_staleness"] = most
+
     def __repr__(self) -> str:
         if self._server is None or self._stopped:
             return f"<offbeat.ParameterServer, {'stopped' if self._stopped else 'not started'}>"

@@ -37,7 +37,7 @@ class StalenessPolicy:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        if faults := self._faults() + _no_bound(self.max_staleness):
+        if faults := self._faults() + no_bound(self.max_staleness):
             raise ConfigError(f"{type(self).__name__}: " + "; ".join(faults))
 
     def weight(self) -> dict[str, Any] | None:
@@ -203,7 +203,7 @@ def resolve(
         ConfigError: If a name is unknown, or a keyword and an object disagree; it names both values.
     """
     given = policy if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
-    faults = Faults(_no_bound(max_staleness))
+    faults = Faults(no_bound(max_staleness))
     is_asked_for = any(isinstance(p, str) and p == AdaptiveLR.name for p in given)
     wrong = _no_factor("staleness_lr_factor", lr_factor) if is_asked_for else []
     faults += wrong
@@ -264,7 +264,7 @@ def _warn_of_unheard_factor(kinds: Sequence[type], lr_factor: float) -> None:
         warnings.warn(f"{given} has no effect: no staleness policy is 'adaptive_lr'", stacklevel=4)
 
 
-def _no_bound(max_staleness: object) -> list[str]:
+def no_bound(max_staleness: object) -> list[str]:
     good = max_staleness is None or is_count(max_staleness)
     return [] if good else [f"max_staleness is {max_staleness!r}: it is 0 or more updates, or None"]
 

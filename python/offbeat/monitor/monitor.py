@@ -60,8 +60,9 @@ class AsyncTrainingMonitor:
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
     how far the parameters move, before each step of any torch optimizer that has them; from whatever of ours
-    trains the model (worker, accumulator, averager, trainers) its losses, and a worker's staleness. Call
-    `observe` before the optimizer's step, so that the step's gradient can be dropped for what was observed.
+    trains the model (worker, accumulator, averager, trainers) its losses, and the staleness of a worker's
+    pushes that were applied. Call `observe` before the optimizer's step, so that the step's gradient can be
+    dropped for what was observed.
 
     A monitor acts as long as it is kept; `close()`, or the end of a `with` block, lets go of its remedies.
 
@@ -76,29 +77,27 @@ class AsyncTrainingMonitor:
         remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
             when `patience` steps with an alert have come in spite of it, the next one is taken; of what is
             NaN or infinite at its next occurrence, where nothing taken keeps that out, and where one on the
-            list does, its gradient is dropped from the first on. What does
-            more each time it is taken is taken again, where it is the last. "alert" tells. "clip" scales
-            gradients down that are above their range, as ZClip does, and drops those that are not finite.
-            "reject" drops the gradients of a step with an alert: that step changes neither parameters nor
-            buffers (see below). Where no step has passed for 100 it is warned of, and after 200 the range is
-            learnt anew.
-            "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`,
-            "tighten_staleness" a `max_staleness`, of an object of your own: a `ParameterServer`'s is chosen
-            when it is made. "reduce_lr" multiplies learning rates by `lr_factor`: a
-            live optimizer's while it steps, beside any scheduler; a server's for all workers; not once more
-            where parameters are not finite already. After 100 steps with an alert that is finite since it was
-            taken as often as it may be (or eight times `patience`, if that is more and it was not gone back),
-            in which the metric has not fallen by a tenth (or no loss was in its range since it was gone
-            back), its level is taken for usual. "quarantine"
-            leaves out the worker whose metric it was, which goes on being measured; of several that are
-            observed by their names, fewer than half. "rollback" goes back to
-            the newest checkpoint before the alert, a server's or that of the `FaultTolerantTrainer` that
-            trains the model, and when taken again to the one before, never forward; at once, as a new
-            matter, where parameters are lost again after values in the range; with each remedy behind it
-            that changes how training goes on, for what is finite, until all was taken and no loss was in the
-            range in spite of it, which then is taken for usual; three times in all, with one or without,
-            where nothing is finite any more; the step's gradient, which is of what was gone back from, is
-            dropped. "pause" lets the thread that trains wait for `resume()`, and drops what it had computed.
+            list does, its gradient is dropped from the first on. What does more each time it is taken is
+            taken again, where it is the last. "alert" tells. "clip" scales gradients down that are above
+            their range, as ZClip does, and drops those that are not finite. "reject" drops the gradients of a
+            step with an alert: that step changes neither parameters nor buffers (see below). Where no step
+            has passed for 100 it is warned of, and after 200 the range is learnt anew.
+            "increase_sync_frequency" halves an `averaging_frequency` or `sync_frequency`, "tighten_staleness"
+            a `max_staleness`, as a `ParameterServer` has: from then on pushes that are later are rejected.
+            "reduce_lr" multiplies learning rates by `lr_factor`: a live optimizer's while it steps, beside
+            any scheduler; a server's for all workers; not once more where parameters are not finite already.
+            After 100 steps with an alert that is finite since it was taken as often as it may be (or eight
+            times `patience`, if that is more and it was not gone back), in which the metric has not fallen by
+            a tenth (or no loss was in its range since it was gone back), its level is taken for usual.
+            "quarantine" leaves out the worker whose metric it was, which goes on being measured; of several
+            that are observed by their names, fewer than half. "rollback" goes back to the newest checkpoint
+            before the alert, a server's or that of the `FaultTolerantTrainer` that trains the model, and when
+            taken again to the one before, never forward; at once, as a new matter, where parameters are lost
+            again after values in the range; with each remedy behind it that changes how training goes on, for
+            what is finite, until all was taken and no loss was in the range in spite of it, which then is
+            taken for usual; three times in all, with one or without, where nothing is finite any more; the
+            step's gradient, which is of what was gone back from, is dropped. "pause" lets the thread that
+            trains wait for `resume()`, and drops what it had computed.
         acts_on: What the remedies act on: one object or a list. None: what has said that it trains `model`.
         callbacks: Functions of an `Alert`, called on the thread that trains; one or a list. Of alerts of one
             metric in a row they hear the first, the second, the fourth, the eighth and so on, as the log

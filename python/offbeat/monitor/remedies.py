@@ -64,8 +64,8 @@ NEEDS = {
     "increase_sync_frequency": "something with an averaging_frequency or a sync_frequency that can be set, "
     "as an AsyncModelAverager of this model has, or an AsyncTrainer that averages; an AsyncWorker's "
     "update_frequency is chosen when it is made",
-    "tighten_staleness": "an object of your own with a max_staleness that can be set (updates; None: no "
-    "bound), as acts_on=; nothing of offbeat's has one: a ParameterServer's is chosen when it is made",
+    "tighten_staleness": "something with a max_staleness that can be set (updates; None: no bound), as the "
+    "ParameterServer has, in its process",
     "reduce_lr": "a live torch optimizer, what trains this model with one, or the ParameterServer itself, in "
     "whose process the learning rate of an optimizer of offbeat.optim is",
     "quarantine": "the AsyncWorker of this model, or something with quarantine(worker_id) and "

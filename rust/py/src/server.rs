@@ -186,6 +186,10 @@ impl Server {
         self.call(py, |server, _| server.set_optimizer(optimizer))
     }
 
+    fn set_max_staleness(&self, py: Python<'_>, most: Option<u64>) -> PyResult<()> {
+        self.call(py, |server, _| server.set_max_staleness(most))
+    }
+
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Option<(String, Vec<Bound<'py, PyByteArray>>)>> {
         let Some((table, values)) = self.call(py, |server, _| server.tensors())? else {
             return Ok(None);

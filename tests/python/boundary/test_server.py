@@ -224,6 +224,35 @@ def test_set_lr_refuses_by_name_what_is_no_rate_or_group(lr, group):
         assert server.status()["optimizer"]["spec"]["groups"][0]["lr"] == 1.0
 
 
+def test_a_bound_on_staleness_may_be_set_while_the_server_runs():
+    server = offbeat.ParameterServer(arrays(), optimizer=optim.SGD(lr=1.0), max_staleness=7)
+    assert server.max_staleness == 7
+    with server, offbeat.Client(server.address) as early, offbeat.Client(server.address) as late:
+        for most, verdicts in ((0, [False, True]), (1, [True, True]), (None, [True, True])):
+            server.max_staleness = most
+            assert server.max_staleness == server.status()["staleness"]["max_staleness"] == most
+            early.pull()
+            late.pull()
+            assert early.push(gradient()).applied
+            found = [late.push(gradient())]
+            late.pull()
+            found.append(late.push(gradient()))
+            assert [receipt.applied for receipt in found] == verdicts
+            assert found[0].staleness == 1
+        server.max_staleness = 3
+    assert server.max_staleness == 3
+    with pytest.raises(ClosedError):
+        server.max_staleness = 4
+
+
+@pytest.mark.parametrize("most", [-1, 2.0, "8", True, 10**30])
+def test_a_bound_that_is_none_is_refused_with_its_value(most):
+    with offbeat.ParameterServer(arrays(), max_staleness=5) as server:
+        with pytest.raises(ConfigError, match=f"max_staleness is {most!r}"):
+            server.max_staleness = most
+        assert server.max_staleness == server.status()["staleness"]["max_staleness"] == 5
+
+
 def test_set_optimizer_changes_it_for_all():
     with (
         offbeat.ParameterServer(arrays(), optimizer=optim.SGD(lr=1.0)) as server,

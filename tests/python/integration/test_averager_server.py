@@ -245,6 +245,16 @@ def test_a_member_at_a_server_is_shown_with_how_many_its_newest_round_had(server
             assert repr(late).startswith(shown)
 
 
+def test_a_server_where_members_average_takes_no_bound_on_staleness(server):
+    server.max_staleness = 3  # nobody averages yet
+    server.max_staleness = None
+    with at(server.address, Counter().model, 0, 1, averaging_frequency=1, overlap=False) as ours:
+        ours.step(1)
+        with pytest.raises(ConfigError, match="max_staleness is 3: members average at this server"):
+            server.max_staleness = 3
+        assert server.max_staleness is None
+
+
 def test_a_member_says_what_it_is_called_at_a_server_where_that_is_not_its_rank(server, caplog):
     with caplog.at_level("INFO", logger="offbeat"), at(server.address, Counter().model, 0, 1):
         assert "at the server" not in "".join(m for m in caplog.messages if not m.startswith("<"))

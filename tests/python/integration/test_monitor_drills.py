@@ -15,7 +15,7 @@ import torch
 from offbeat import AsyncTrainer, AsyncTrainingMonitor
 from offbeat.demo import data as fashion_mnist
 from offbeat.monitor.alert import is_finite
-from support.drills import NUM_STEPS, POINT, Fleet, Kept, LateGradients, LocalSgd, Run, flipped
+from support.drills import NUM_STEPS, POINT, Crowd, Fleet, Kept, LocalSgd, Run, flipped
 
 TWO_POINTS = 2 * POINT
 
@@ -178,14 +178,17 @@ def test_replicas_whose_shards_become_unlike_average_more_often():
 
 
 @on_fashion
-def test_gradients_that_become_very_late_are_no_longer_taken():
-    without_fault, unguarded = clean(LateGradients, 0), LateGradients(0).train(late_from=250)
-    run = LateGradients(0)
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_that_become_very_late_are_no_longer_taken(stack, seed):
+    without_fault, unguarded = Crowd(stack, seed).train(), Crowd(stack, seed).train(late_from=250)
+    run = Crowd(stack, seed)
     with AsyncTrainingMonitor(
-        None, ["staleness"], remediation_strategy="tighten_staleness", acts_on=run
+        None, ["staleness"], remediation_strategy="tighten_staleness", acts_on=run.server
     ) as monitor:
         guarded = run.train(late_from=250, monitor=monitor)
         assert {alert.action for alert in monitor.report().alerts} == {"tighten_staleness"}
+        assert run.server.status()["rejected"]["stale"] > 0
+    assert run.server.max_staleness is None
     assert_mended(guarded, unguarded=unguarded, without_fault=without_fault)
 
 

@@ -41,6 +41,19 @@ def test_train_tells_of_losses_staleness_and_gradients(serve, join, live):
         assert seen(monitor, "staleness") == [0.0] * 10
 
 
+def test_of_a_push_that_came_too_late_no_staleness_is_told(serve, join):
+    server = serve(net(), optimizer=SGD, max_staleness=1)
+    ours, theirs = (join(server, net()) for _ in range(2))
+    with AsyncTrainingMonitor(ours.model, ["staleness"]) as monitor:
+        for num_between, is_applied in ((1, True), (2, False), (0, True)):
+            for _ in range(num_between):
+                backward(theirs.model)
+                theirs.step()
+            backward(ours.model)
+            assert ours.step().applied is is_applied
+        assert seen(monitor, "staleness") == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("update_frequency", [1, 2])
 def test_a_batch_that_is_rejected_is_not_pushed_and_no_step(serve, join, live, update_frequency):

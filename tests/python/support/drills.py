@@ -183,40 +183,45 @@ class LocalSgd:
         return (flat - mean).square().sum(1).mean()
 
 
-class LateGradients:
-    """Two workers in one process: every second gradient is late by as many steps as is said."""
+class Crowd:
+    """A server with one velocity, and two workers in one thread; in the second's place later a crowd.
 
-    max_staleness: int | None = None
+    Each of these has its turn so rarely that its gradients are as many updates late as there were in between.
+    """
 
-    def __init__(self, seed, num_steps=NUM_STEPS):
-        self.seed, self.num_steps = seed, num_steps
-        self.model = network(seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+    def __init__(self, stack, seed, *, num_late=30, num_steps=NUM_STEPS):
+        self.seed, self.num_steps, self._stack = seed, num_steps, stack
+        self.server = stack.enter_context(
+            offbeat.ParameterServer(
+                network(seed),
+                optimizer=offbeat.optim.SGD(lr=0.02, momentum=0.9),
+                momentum_correction=False,
+                lr_schedule=offbeat.schedule.Cosine(total=2 * num_steps, end_factor=0.5),
+            )
+        )
+        self._fast, self._second = self._join("fast"), [self._join("second")]
+        self._num_late = num_late
 
-    def train(self, *, late_from=None, late=60, monitor=None):
-        """Give the accuracy at the end; from a step on the second worker is that late, before by 2."""
-        on_their_way = []
-        for step, (images, labels) in enumerate(batches(self.seed, num_steps=self.num_steps)):
-            self.optimizer.param_groups[0]["lr"] = 0.02 * (0.5 + 0.5 * cosine(step, self.num_steps))
-            functional.cross_entropy(self.model(images), labels).backward()
-            gradients = [p.grad for p in self.model.parameters()]
-            self.optimizer.zero_grad()
-            born = step
-            if step % 2:
-                on_their_way.append((step, gradients))
-                lateness = 2 if late_from is None or step < late_from else late
-                if on_their_way[0][0] > step - lateness:
-                    continue
-                born, gradients = on_their_way.pop(0)
-            if self.max_staleness is not None and step - born > self.max_staleness:
-                continue
-            if monitor is not None:
-                monitor.observe(step, staleness=step - born)
-            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return accuracy(self.model)
+    def _join(self, name):
+        return self._stack.enter_context(
+            offbeat.AsyncWorker(self.server.address, network(self.seed), worker_id=name)
+        )
+
+    def train(self, *, late_from=None, monitor=None):
+        """Give the accuracy at the end; the monitor is told of the staleness of what was applied."""
+        given = batches(self.seed, num_steps=2 * self.num_steps)
+        for step in range(self.num_steps):
+            if step == late_from:
+                self._second = [self._join(f"late{i}") for i in range(self._num_late)]
+            for worker in (self._fast, self._second[step % len(self._second)]):
+                images, labels = next(given)
+                functional.cross_entropy(worker.model(images), labels).backward()
+                receipt = worker.step(samples=len(labels))
+                if monitor is not None and receipt.applied:
+                    monitor.observe(step, staleness=receipt.staleness)
+        plain = network(self.seed)
+        plain.load_state_dict(self.server.state_dict())
+        return accuracy(plain)
 
 
 class Fleet:

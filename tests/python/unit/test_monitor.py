@@ -915,7 +915,7 @@ def test_all_that_is_wrong_is_told_at_once():
         ("clip", "model="),
         ("reject", "model="),
         ("increase_sync_frequency", "averaging_frequency"),
-        ("tighten_staleness", "an object of your own with a max_staleness"),
+        ("tighten_staleness", "something with a max_staleness that can be set"),
         ("reduce_lr", "optimizer"),
         ("quarantine", "AsyncWorker"),
         ("rollback", "ParameterServer"),

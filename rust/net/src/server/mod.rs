@@ -201,6 +201,29 @@ impl Server {
         Ok(())
     }
 
+    /// Replaces the bound on staleness, for pushes that come from now on; `None` is no bound.
+    ///
+    /// # Errors
+    /// [`ServerError`] if members have averaged here: those of a round come one after the other, and a share that was
+    /// rejected would be missing in their mean.
+    pub fn set_max_staleness(&self, most: Option<u64>) -> Result<(), ServerError> {
+        self.check()?;
+        let mut agreement = self.shared.agreement();
+        if let Some(most) = most.filter(|_| self.shared.rounds_status().closed > 0) {
+            return Err(ServerError::Config {
+                name: "max_staleness",
+                value: most.to_string(),
+                remedy: "members average at this server, and a share of theirs that was rejected would be missing in the \
+                         mean: leave it None",
+            });
+        }
+        agreement.set_max_staleness(most)?;
+        self.shared.apply(&agreement);
+        drop(agreement);
+        tracing::info!(?most, "the bound on staleness was set");
+        Ok(())
+    }
+
     /// Stops the server: workers are told that the run has finished, connections end. Twice is fine.
     pub fn stop(&self) {
         self.end(Ending::Finished);

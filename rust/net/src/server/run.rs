@@ -251,6 +251,15 @@ impl Agreement {
         Ok(())
     }
 
+    /// Replaces the bound on staleness.
+    pub(super) fn set_max_staleness(&mut self, most: Option<u64>) -> Result<(), SpecError> {
+        let mut config = self.config.clone();
+        config.staleness.max_staleness = most;
+        check_size(&config, config.optimizer.as_ref().map_or(0, |optimizer| optimizer.groups.len()))?;
+        self.config = config;
+        Ok(())
+    }
+
     /// One line that says what runs where.
     pub(super) fn announce(&self) {
         if let Some(optimizer) = &self.config.optimizer {
@@ -306,7 +315,7 @@ fn list(values: &[f64]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use offbeat_core::spec::ScheduleShape;
+    use offbeat_core::spec::{ScheduleShape, StalenessSpec};
 
     fn sgd(lr: f64, momentum: f64) -> OptimizerSpec {
         let rule =
@@ -486,5 +495,18 @@ mod tests {
         run.set_optimizer(sgd(0.1, 0.0)).unwrap();
         assert!(matches!(run.set_lr(0.1, Some(1)), Err(ServerError::Group { group: 1, groups: 1 })));
         assert!(matches!(run.set_lr(f64::NAN, None), Err(ServerError::Spec(_))));
+    }
+
+    #[test]
+    fn a_bound_on_staleness_is_the_runs_from_then_on_and_nothing_else_changes() {
+        let mut run = fresh();
+        run.set_optimizer(sgd(0.1, 0.0)).unwrap();
+        let before = run.config().clone();
+        for most in [Some(3), Some(0), None] {
+            run.set_max_staleness(most).unwrap();
+            assert_eq!(run.store_spec().unwrap().staleness.max_staleness, most);
+            let staleness = StalenessSpec { max_staleness: most, ..before.staleness.clone() };
+            assert_eq!(run.config(), &RunConfig { staleness, ..before.clone() });
+        }
     }
 }
