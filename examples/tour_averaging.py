@@ -5,7 +5,7 @@
 or with torchrun in the place of offbeat launch, or alone: python examples/tour_averaging.py
 
 The pictures are the digits that scikit-learn carries; TUTORIAL_PICTURES=fashion-mnist takes the 60,000 of
-Debian's package dataset-fashion-mnist. TUTORIAL_EPOCHS says how many passes there are; 10.
+Debian's package dataset-fashion-mnist.
 
 The code between the lines drawn across the page is a program of yours as it stands; imports, model, data,
 device and backend are this example's.
@@ -23,7 +23,6 @@ from offbeat.demo.data import DEBIAN_DIR, load, load_digits
 
 logging.basicConfig(level=logging.INFO)
 PICTURES = os.environ.get("TUTORIAL_PICTURES", "digits")
-EPOCHS = int(os.environ.get("TUTORIAL_EPOCHS", "10"))
 
 
 def pictures(*, train: bool) -> TensorDataset:
@@ -102,7 +101,7 @@ optimizer = optim.SGD(  # type: ignore[misc]  # checkers know a spec's form alon
 loss_fn = nn.CrossEntropyLoss()
 
 # Training loop
-for epoch in range(EPOCHS):
+for epoch in range(10):
     for batch_idx, (inputs, targets) in enumerate(dataloader):
         inputs = inputs.to(averager.device)  # noqa: PLW2901  a batch keeps its name on the device
         targets = targets.to(averager.device)  # noqa: PLW2901

@@ -1,9 +1,10 @@
-"""Averaging, accumulation, fault tolerance, warm-up and a monitor, each in a few lines.
+"""Accumulation, fault tolerance, warm-up and a monitor, each in a few lines.
 
     python examples/tour_family.py [DIRECTORY]
 
 One process, on random numbers: each part is there to be read and taken over. With `offbeat launch` or
-torchrun, and `offbeat.init_distributed("gloo")` first, averaging and accumulation are of several processes.
+torchrun, and `offbeat.init_distributed("gloo")` first, accumulation is of several processes, as averaging is
+in `tour_members.py`.
 Checkpoints go to DIRECTORY, where the same command goes on; without one, to a folder that is removed.
 """
 
@@ -32,29 +33,6 @@ loss_fn = nn.CrossEntropyLoss()
 
 def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
-
-
-def average() -> None:
-    optimizer = optim.SGD(lr=0.1)
-    # ------------------------------------------------------------ to be taken over as it stands
-    # Create an asynchronous model averager
-    averager = AsyncModelAverager(
-        model=layers(),
-        world_size=1,  # Number of workers
-        averaging_frequency=100,  # Average every 100 iterations
-        communication_backend="gloo",
-        device="cpu",
-    )
-
-    # Train with periodic averaging
-    for epoch in range(10):
-        for batch in dataloader:
-            inputs, targets = batch
-            loss = averager.train_step(inputs=inputs, targets=targets, optimizer=optimizer, loss_fn=loss_fn)
-            print(f"Epoch {epoch}, Loss: {loss}")
-    # ------------------------------------------------------------ to here
-    averager.flush()
-    print(f"averaged: {averager.averaging_round} times, accuracy {averager.evaluate(train_dataset):.3f}")
 
 
 def accumulate() -> None:
@@ -150,7 +128,6 @@ def tune() -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    average()
     accumulate()
     with tempfile.TemporaryDirectory() as temporary:
         survive(sys.argv[1] if len(sys.argv) > 1 else temporary)

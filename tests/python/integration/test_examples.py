@@ -116,14 +116,15 @@ def accuracies(printed):
     }
 
 
-def test_the_tutorial_in_separate_processes(start):
-    environment = {"TUTORIAL_SERVER": free_address()}
+def test_the_tutorial_in_separate_processes(start, tmp_path):
+    environment = {"TUTORIAL_SERVER": free_address(), "TUTORIAL_CHECKPOINTS": str(tmp_path / "kept")}
     server = start("tour_tutorial.py", "server", **environment)
     workers = [start("tour_tutorial.py", "worker", str(r), "2", **environment) for r in range(2)]
     _, *printed = finish(server, *workers)
     found = accuracies("".join(printed))
     assert sorted(found) == ["0", "1"]
     assert min(found.values()) > 0.8
+    assert list((tmp_path / "kept").glob("*/manifest.json"))
 
 
 def test_the_tutorial_on_the_network_s_address_with_one_environment_variable(start):
@@ -206,7 +207,6 @@ def test_one_server_and_two_workers_train_on_pictures(start):
 
 def test_each_of_the_family_does_what_its_few_lines_say(start, tmp_path):
     (printed,) = finish(start("tour_family.py", str(tmp_path / "kept")))
-    assert float(re.search(r"averaged: 7 times, accuracy ([\d.]+)", printed)[1]) > 0.95
     assert "accumulated: 40 updates of 512 samples" in printed
     assert "survived: 640 steps, resumed from None" in printed
     assert re.search(r"tuned: 192 steps, 0 alerts, \d+ updates", printed)
@@ -214,17 +214,28 @@ def test_each_of_the_family_does_what_its_few_lines_say(start, tmp_path):
     assert re.search(r"survived: 640 steps, resumed from .*save-", again), "the same command trains nothing"
 
 
+def test_eight_processes_average(start):
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_address().rpartition(":")[2],
+        "WORLD_SIZE": "8",
+        "OMP_NUM_THREADS": "1",
+    }
+    printed = finish(*(start("tour_members.py", RANK=str(rank), **environment) for rank in range(8)))
+    assert float(re.search(r"averaged: 7 times, accuracy ([\d.]+)", printed[0])[1]) > 0.95
+    assert all("Epoch 9, Loss: " in of_one for of_one in printed)
+
+
 def test_the_averaging_tutorial_in_separate_processes(start):
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_address().rpartition(":")[2],
         "WORLD_SIZE": "2",
-        "TUTORIAL_EPOCHS": "20",
         "OMP_NUM_THREADS": "1",
     }
     name = "tour_averaging.py"
     printed, also = finish(*(start(name, RANK=str(rank), **environment) for rank in range(2)))
     accuracy = float(re.search(r"Averaged, accuracy: ([\d.]+)", printed)[1])
-    assert accuracy > 0.7, "after twenty passes over half of the digits each"
-    assert "Rank 1, Epoch 19, Batch 0" in also
-    assert len(re.findall(r"Epoch \d+, Accuracy", printed)) == 20
+    assert accuracy > 0.5, "after ten passes over half of the digits each"
+    assert "Rank 1, Epoch 9, Batch 0" in also
+    assert len(re.findall(r"Epoch \d+, Accuracy", printed)) == 10
