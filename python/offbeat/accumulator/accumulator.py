@@ -715,7 +715,7 @@ class AsyncGradientAccumulator:
                 self._buffers.put_back()
             self.updates += self._was_update
             is_any = any(gradient is not None for gradient in total.gradients)
-            if is_any and not self._was_update and self._scaler.is_there:
+            if is_any and self._scaler.has_skipped:  # of none it was not asked
                 self.skipped_updates += 1
                 trained_by.skipped(self.model)
             self._samples = total.samples

@@ -21,12 +21,16 @@ class Scaler:
     accumulator with the same scaler, may change that meanwhile. The sum of a window may come when the scale
     is another already. Its gradients are brought to the scale that there is, so that what torch's scaler does
     with them is right.
+
+    Attributes:
+        has_skipped: What was unscaled last was not finite, and no update is made of it.
     """
 
     def __init__(self, given: torch.amp.GradScaler | None, device: torch.device) -> None:
         """Take a scaler that is enabled; one that is not is as none."""
         self._scaler = given if given is not None and given.is_enabled() else None
         self._of_window: torch.Tensor | None = None  # the scale; a tensor, so that no device is waited for
+        self.has_skipped = False
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # a member without data makes updates, too
 
@@ -79,6 +83,7 @@ class Scaler:
             Whether there is an update to be made of them: all are finite.
         """
         there = [g for g in gradients if g is not None]
+        self.has_skipped = False
         if self._scaler is None or not there:
             yield True
             return
@@ -86,6 +91,7 @@ class Scaler:
             for gradient in there:
                 gradient.mul_(ratio)
         is_finite = are_finite(there)  # as it is now: torch's scaler skips what has become infinite only here
+        self.has_skipped = not is_finite
         self._scaler.unscale_(optimizer)
         try:
             yield is_finite
@@ -192,22 +198,15 @@ class LocalUpdates:
         """
         del samples
         live = self.chosen.use(None)
-        with on(self._parameters, gradients):
+        with on(self._parameters, gradients), self._scaler.unscaled(gradients, live, scale) as is_finite:
+            if not (is_finite and trained_by.admits(self._model)):
+                return False  # the scale's doing, or who watches the model drops it
             if not self._scaler.is_there:
-                if not trained_by.admits(self._model):
-                    return False  # who watches the model drops it
                 _check_finite([p.grad for p in self._parameters if p.grad is not None], number, whose)
-            return self._step(gradients, live, scale, gain)
-
-    def _step(
-        self, gradients: Sequence[torch.Tensor | None], live: torch.optim.Optimizer, scale: float, gain: float
-    ) -> bool:
-        with self._scaler.unscaled(gradients, live, scale) as is_finite:
-            if is_finite:
-                has_any = any(gradient is not None for gradient in gradients)
-                with lr_scale.scaled(live, _factor(live, gain)):
-                    self._scaler.step(live) if has_any else live.step()
-            return is_finite
+            has_any = any(gradient is not None for gradient in gradients)
+            with lr_scale.scaled(live, _factor(live, gain)):
+                self._scaler.step(live) if has_any else live.step()
+            return True
 
     def end(self) -> None:
         """Nothing is on its way."""

@@ -98,6 +98,28 @@ def test_hooks_of_the_optimizer_see_the_unscaled_gradient():
         assert (a - b).abs().max() <= 1e-6 * b.abs().max()
 
 
+def test_an_update_that_a_monitor_drops_is_none_and_not_one_that_is_skipped():
+    ours = offbeat.AsyncGradientAccumulator(model(), 1, grad_scaler=(scaling := scaler(growth_interval=50)))
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1, momentum=0.9)
+    with offbeat.AsyncTrainingMonitor(
+        ours.model, ["gradient_norm"], remediation_strategy="reject", warm_up=8
+    ) as monitor:
+        train(ours, [0] * 12, live)
+        before = copy.deepcopy((ours.model.state_dict(), live.state_dict()))
+        inputs, targets = micro_batch(0)
+        ours.train_step(inputs=inputs, targets=targets, loss_fn=lambda *both: 1e4 * LOSS(*both))
+        assert not ours.is_update_step()
+        assert monitor.report().num_dropped == 1
+    assert all(map(torch.equal, before[0].values(), ours.model.state_dict().values()))
+    momenta = [
+        [entry["momentum_buffer"] for entry in one["state"].values()]
+        for one in (before[1], live.state_dict())
+    ]
+    assert all(map(torch.equal, *momenta))
+    assert (ours.updates, ours.skipped_updates) == (12, 0)
+    assert scaling.state_dict()["_growth_tracker"] == 13, "its gradient was finite"
+
+
 def test_a_scaler_that_is_not_enabled_is_as_none():
     off = scaler(enabled=False)
     ours = offbeat.AsyncGradientAccumulator(model(), 1, grad_scaler=off)
