@@ -38,11 +38,13 @@ class Driven:
         self._trackers = trackers
         self._follow = follow
         self._step: Step | None = None  # of the newest batch, until callbacks have heard of it
+        self._steps = 0  # of the tally, that were told
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Hand over batches in here."""
         live, stage = self._workshop.live, self._stage
+        self._steps = self._workshop.tally.steps
         with ExitStack() as stack:
             stack.enter_context(self._scheduling.steps(live, self._workshop.model))
             if live is not None:
@@ -57,7 +59,7 @@ class Driven:
         self._stage.at(epoch)
 
     def batch(self, given: object, epoch: int) -> tuple[Batch, Made, int]:
-        """Train on a batch of an epoch; gives it, what came of it, and how many steps that were."""
+        """Train on a batch of an epoch; gives it, what came of it, and how many steps since the last call."""
         workshop = self._workshop
         self._follow(epoch)
         strategy = self._stage.at(epoch)
@@ -69,7 +71,12 @@ class Driven:
         if self._callbacks.has("on_step"):
             norm, is_update = workshop.numerics.norm, steps > before
             self._step = Step(steps, epoch, batch.samples, made.loss, norm, made.is_skipped, is_update)
-        return batch, made, steps - before
+        return batch, made, self._take_steps()
+
+    def _take_steps(self) -> int:
+        """Count those since this was last asked, also of a strategy that ended as another began."""
+        before, self._steps = self._steps, self._workshop.tally.steps
+        return self._steps - before
 
     def after_step(self) -> None:
         """Let callbacks hear of a batch that was trained on, and is in the account."""
@@ -79,10 +86,9 @@ class Driven:
 
     def end_epoch(self, epoch: int) -> int:
         """End a pass; gives how many steps that were."""
-        before = self._workshop.tally.steps
         self._stage.at(epoch).end_epoch()
         self._follow(epoch + 1)
-        return self._workshop.tally.steps - before
+        return self._take_steps()
 
     def after_epoch(self, epoch: int) -> None:
         """Let the scheduler and callbacks hear of a pass that has ended, and is in the account."""
@@ -100,17 +106,15 @@ class Driven:
 
     def settle(self) -> int:
         """End together with the others; gives how many steps that were."""
-        before = self._workshop.tally.steps
         if self._stage.strategy is not None:
             self._stage.strategy.settle(ENDS)
-        return self._workshop.tally.steps - before
+        return self._take_steps()
 
     def part(self) -> int:
         """Be ready to be saved without the others; gives how many steps that were."""
-        before = self._workshop.tally.steps
         if self._stage.strategy is not None:
             self._stage.strategy.part()
-        return self._workshop.tally.steps - before
+        return self._take_steps()
 
     def abandon(self) -> None:
         """Forget what a batch that broke off has left."""

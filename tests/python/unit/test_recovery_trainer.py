@@ -1477,3 +1477,16 @@ def test_a_trainer_s_callbacks_find_the_strategy_of_the_epoch_that_has_ended_in_
     trainer.train(**keywords)
     assert found == [(0, "local"), (1, "accumulate"), (2, "local")]
     assert steps == [0] * 5 + [1] * 5 + [2] * 5, "no epoch was trained twice"
+
+
+def test_a_step_that_a_trainer_s_strategy_makes_as_it_ends_is_in_the_history(tmp_path):
+    """Five batches of a pass are two updates of two, and one of the rest, as the next pass begins."""
+
+    def inner():
+        strategy = {0: "accumulate", 1: "local"}
+        return offbeat.AsyncTrainer(net(), 0, 1, 2, strategy=strategy, local_batch_size=8, seed=0)
+
+    keywords = {"dataset": data(), "optimizer": optim.Adam(lr=0.01), "loss_fn": LOSS, "epochs": 2}
+    alone = inner().train(**keywords, progress=False)
+    around = FaultTolerantTrainer(inner(), tmp_path).train(**keywords)
+    assert around.steps == alone.steps == 3 + 5
