@@ -82,7 +82,8 @@ class History:
             not finite (`AsyncTrainer(amp="fp16")`, and a `FaultTolerantTrainer`'s `grad_scaler`), a monitor's
             remedy dropped them, or their worker was in quarantine. A step of a live optimizer that a monitor
             left without gradients is among `steps` as well. Of "accumulate", whose updates are of many
-            batches, none is counted.
+            batches, those updates are counted that a loss scale skipped, and none that a monitor dropped;
+            their batches were measured before, but for losses that are not finite.
         first_non_finite: The step with the first loss, of batches that were not skipped, that was NaN or
             infinite, or after which a parameter was; where a monitor dropped all since, the first that met
             such parameters. None: all were finite. Of `AsyncTrainer` and `FaultTolerantTrainer`, whose log

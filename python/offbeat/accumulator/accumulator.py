@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -29,7 +29,7 @@ from offbeat.accumulator.settings import (
 from offbeat.accumulator.sizes import Sizes, others_of, warn_of_target, words_of_other
 from offbeat.accumulator.state import check_model, check_state, tell_of_steps, total_of_state, total_state
 from offbeat.accumulator.unflushed import Unflushed
-from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates, kept_in
+from offbeat.accumulator.updates import LocalUpdates, Scaler, Updates, are_finite, kept_in
 from offbeat.accumulator.window import Sum, Window
 from offbeat.checks import Faults, refuse
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, NonFiniteError, StateError
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from offbeat.worker import AsyncWorker
 
 __all__ = ["AsyncGradientAccumulator", "Normalizer"]
+
+T = TypeVar("T")
 
 _TAKE_A_WORKER = "give worker= an AsyncWorker, which brings each window to a parameter server"
 _THROUGH = (
@@ -246,7 +248,7 @@ class AsyncGradientAccumulator:
         self._meter = self._meter_of() if adaptive_accumulation else None
         self._is_under_way = False
         self._due: Total | None = None  # one that has come, and whose time has not
-        self._was_update = False
+        self._was_update = self._is_broken = False
         self._has_warned = self._has_told_of_lateness = False
         self._unflushed = Unflushed()
         self._flushed: Literal["well", "raised"] | None = None  # and nothing was trained since
@@ -331,6 +333,14 @@ class AsyncGradientAccumulator:
         return self._was_update
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the last micro-batch is of no use, for the scaler will skip its update; for `AsyncTrainer`.
+
+        Neither its loss is finite, nor what its window had gathered with it.
+        """
+        return self._is_broken
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The live optimizer that makes the updates; None before the first step."""
         return self._updates.optimizer
@@ -383,6 +393,11 @@ class AsyncGradientAccumulator:
         """
         self._check_here()
         return self._members.is_alike(value)
+
+    def gathered(self, value: T) -> list[T]:
+        """Give what each member has for a value, as JSON can have it, by rank; as `agree` is called."""
+        self._check_here()
+        return self._members.gathered(value)
 
     def flush(self, *, optimizer: object = None) -> None:
         """Make the updates that are due: of a window that is not full, and of one that is under way.
@@ -605,6 +620,7 @@ class AsyncGradientAccumulator:
 
     def _add(self, loss: torch.Tensor, *, counts: float, samples: int, began_s: float) -> float:
         """Add a micro-batch by its loss, and make an update if it is time to; give the loss as a number."""
+        self._is_broken = False
         try:
             if not self._window.batches:
                 self._scaler.begin_window()
@@ -616,6 +632,7 @@ class AsyncGradientAccumulator:
             if counts:
                 self._window.see(value)
                 if not math.isfinite(value):  # and so, perhaps, what it left in buffers
+                    self._is_broken = self._scaler.is_there and not are_finite(self._window.there)
                     self._buffers.put_back()
             if self._sizes.see(samples):
                 steps, really = self.accumulation_steps, self.effective_batch_size

@@ -18,6 +18,7 @@ __all__ = [
     "settings_by_name",
     "size_faults",
     "steps_of",
+    "unscaled_faults",
 ]
 
 Normalizer = Callable[[Any, Any], float]
@@ -127,10 +128,15 @@ def extra_faults(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         faults.append(f"grad_scaler is {scaler!r}: give a torch.amp.GradScaler, or None")
     elif scaler is not None and isinstance(model, nn.Module):
-        halves = [name for name, p in model.named_parameters() if p.dtype == torch.float16]
-        if halves:
-            faults.append(
-                f"grad_scaler is given and parameter {halves[0]!r} is of float16, whose gradients torch does "
-                f"not unscale: keep parameters in float32 and compute under torch.autocast"
-            )
+        faults += unscaled_faults(model, "grad_scaler is given")
     return faults
+
+
+def unscaled_faults(model: nn.Module, given: str) -> list[str]:
+    """Tell what is trained whose gradients torch's GradScaler refuses; `given` says that there is one."""
+    halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    return [
+        f"{given} and parameter {name!r} is of float16, whose gradients torch does not unscale: keep what is "
+        f"trained in float32 and compute under torch.autocast"
+        for name in halves[:1]
+    ]

@@ -127,6 +127,11 @@ class Window:
         """Take note of what a micro-batch's loss was."""
         self._is_finite = self._is_finite and math.isfinite(loss)
 
+    @property
+    def there(self) -> list[torch.Tensor]:
+        """What was gathered."""
+        return [gradient for gradient in self._gradients if gradient is not None]
+
     def take(self) -> Sum:
         """Give what was gathered, and begin anew."""
         counts = self._counts if self._is_divided else None

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal, TypeAlias
 
 from offbeat.history import History, Record, Validated
 from offbeat.local.progress import Progress
@@ -10,6 +11,7 @@ from offbeat.metrics import Meter
 
 __all__ = [
     "LogLines",
+    "Skipped",
     "stop_noted",
     "tracked",
     "tracked_validation",
@@ -17,6 +19,9 @@ __all__ = [
     "words_of_skipped",
     "words_of_validation",
 ]
+
+Skipped: TypeAlias = Literal["batch", "update"]
+"""What a trainer counts as skipped."""
 
 
 class LogLines:
@@ -71,7 +76,14 @@ class LogLines:
         return self._history.steps > self._step
 
     def write(
-        self, *, version: int, where: str, staleness: float | None = None, fates: str = "", aside: str = ""
+        self,
+        *,
+        version: int,
+        where: str,
+        staleness: float | None = None,
+        fates: str = "",
+        aside: str = "",
+        skips: Skipped = "batch",
     ) -> Record:
         """Write one.
 
@@ -81,6 +93,7 @@ class LogLines:
             staleness: Mean, of the pushes since the last line.
             fates: What became of these, if any was rejected.
             aside: What the samples per second are to be read with.
+            skips: What is counted as skipped.
         """
         history = self._history
         now = time.monotonic()
@@ -97,7 +110,7 @@ class LogLines:
         history.records.append(record)
         since, samples = self._last
         rate = (history.samples - samples) / max(now - since, 1e-9)
-        aside += words_of_skipped(history.skipped - self._skipped)
+        aside += words_of_skipped(history.skipped - self._skipped, skips)
         self._last, self._skipped = (now, history.samples), history.skipped
         self._step = history.steps
         measured = words_of(metrics, without=empty)
@@ -142,9 +155,10 @@ def words_of(metrics: Mapping[str, float], *, without: Container[str]) -> str:
     return ", ".join(told) if told or not metrics else "all batches since the last line were skipped"
 
 
-def words_of_skipped(num: int) -> str:
-    """Say of how many batches since the line before nothing came: its measures are without them."""
-    return f"; {num} {'batch' if num == 1 else 'batches'} skipped" if num else ""
+def words_of_skipped(num: int, what: Skipped = "batch") -> str:
+    """Say of how many batches since the line before nothing came, or how many updates were skipped."""
+    several = "batches" if what == "batch" else "updates"
+    return f"; {num} {what if num == 1 else several} skipped" if num else ""
 
 
 def words_of_validation(metrics: Mapping[str, float]) -> str:

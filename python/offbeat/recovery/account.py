@@ -85,7 +85,6 @@ class Account:
             self._new_samples += done.samples
             self._recent.append(done.loss.reshape(()))
         self.history.steps += done.steps
-        self.history.skipped += done.is_skipped
         self.history.samples += done.samples
         self.place = Place(self.place.epoch, self.place.batch + 1)
 

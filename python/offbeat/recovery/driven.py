@@ -9,6 +9,7 @@ from torch import distributed, nn
 from offbeat import trained_by
 from offbeat.history import History, Record
 from offbeat.local.group import group_of, is_alike
+from offbeat.local.log_lines import Skipped
 from offbeat.local.loss import LossFunction
 from offbeat.local.saved import bring_back_memory, of_classes, of_groups, of_settings, settings_of
 from offbeat.metrics import Mean
@@ -68,6 +69,15 @@ class Trained(Trainee):
     def after_step(self) -> None:
         """Let the trainer's callbacks hear of it."""
         self._driven.after_step()
+
+    def take_skipped(self) -> int:
+        """Count batches, or updates that are of many."""
+        return self._driven.take_skipped()
+
+    @property
+    def skips(self) -> Skipped:
+        """Which of both, as its strategy has it."""
+        return self._driven.skips
 
     def end_epoch(self, epoch: int) -> int:
         """End a pass."""

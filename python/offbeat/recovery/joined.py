@@ -47,6 +47,7 @@ class Joined(Trainee):
         self._scheduler: Scheduler | None = None
         self._per_step = False
         self._scheduler_meter: Mean | None = None
+        self._num_skipped = 0  # since that was asked
         self._receipts: list[Receipt] = worker.prepare(optimizer)
         live = worker.live_optimizer
         self._settings = [] if live is None else [settings_of(group) for group in live.param_groups]
@@ -91,7 +92,13 @@ class Joined(Trainee):
         if steps and self._scheduler is not None and self._per_step:
             self._scheduler.step()
         is_skipped = self._worker.num_left_out > left_out
+        self._num_skipped += is_skipped
         return Stepped(outputs, targets, mean, samples, steps, is_skipped)
+
+    def take_skipped(self) -> int:
+        """Count batches."""
+        num, self._num_skipped = self._num_skipped, 0
+        return num
 
     def end_epoch(self, epoch: int) -> int:
         """Push what is gathered."""

@@ -61,6 +61,7 @@ class Local(Trainee):
         self._scheduler_meter = scheduler_meter
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._settings = [settings_of(group) for group in optimizer.param_groups]
+        self._num_skipped = 0  # since that was asked
         optimizer.zero_grad()  # of what the user did before
 
     @property
@@ -104,6 +105,7 @@ class Local(Trainee):
         if not has_stepped:
             trained_by.skipped(self._module)
         is_skipped = not has_stepped or trained_by.has_dropped(self._module)
+        self._num_skipped += is_skipped
         if self._scheduler is not None and self._per_step and not is_skipped:
             self._scheduler.step()
         return Stepped(outputs, targets, shown, samples, int(has_stepped), is_skipped)
@@ -131,6 +133,11 @@ class Local(Trainee):
             hook.remove()
         self._scaler.update()
         return any(steps)
+
+    def take_skipped(self) -> int:
+        """Count batches."""
+        num, self._num_skipped = self._num_skipped, 0
+        return num
 
     def end_epoch(self, epoch: int) -> int:
         """Leave nothing to do."""

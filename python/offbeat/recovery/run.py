@@ -337,7 +337,8 @@ class Run:
         return self._was_stopped
 
     def _hear(self) -> None:
-        """Take down what a server has answered."""
+        """Take down what was skipped, and what a server has answered."""
+        self._account.history.skipped += self._trainee.take_skipped()
         self._pushes.note(self._trainee.take_receipts())
 
     def _pass(self) -> bool:
@@ -561,7 +562,7 @@ class Run:
         measured = words_of(record.metrics, without=empty)
         epoch = min(self._account.history.epochs + 1, self._plan.goal.epochs)
         aside = f"; {told}" if told else ""
-        aside += words_of_skipped(num_skipped)
+        aside += words_of_skipped(num_skipped, self._trainee.skips)
         where = f"epoch {epoch}/{self._plan.goal.epochs}, step {record.step}"
         log.announce(f"{where}: {measured} ({rate:,.0f} samples/s{aside})")
         self._finiteness.look()

@@ -11,6 +11,7 @@ from torch import nn
 from offbeat import trained_by
 from offbeat.errors import ConnectionLostError
 from offbeat.history import History, Record
+from offbeat.local.log_lines import Skipped
 from offbeat.metrics import Mean
 from offbeat.module.table import unwrap
 from offbeat.receipt import Receipt
@@ -54,7 +55,8 @@ class Stepped:
         loss: Mean over the batch, detached and not yet waited for.
         samples: In the batch.
         steps: That it made: 0 where it was gathered, or nothing was asked of the optimizer.
-        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
+        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them. It
+            counts in no mean.
         lost: Others were, when this had been trained on.
     """
 
@@ -90,6 +92,10 @@ class Trainee(ABC):
     @abstractmethod
     def end_epoch(self, epoch: int) -> int:
         """End a pass; tell how many steps that were."""
+
+    @abstractmethod
+    def take_skipped(self) -> int:
+        """Count what was skipped since this was last asked."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -178,6 +184,11 @@ class Trainee(ABC):
     def version(self, steps: int) -> int:
         """Give what a log line calls the model's version, after so many steps."""
         return steps
+
+    @property
+    def skips(self) -> Skipped:
+        """What is counted as skipped."""
+        return "batch"
 
     def take_receipts(self) -> list[Receipt]:
         """Give out what a server has answered since the last call."""

@@ -1,6 +1,6 @@
 """Training by updates of many batches, the members' own added up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,14 @@ from offbeat.trainer.next import check_next
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 
-__all__ = ["Accumulated"]
+__all__ = ["Accumulated", "least_scale"]
 
 
 class Accumulated(Strategy):
     """An update is of as many batches of each member as `Sync.every` says."""
 
     version_is = "update"
+    skips = "update"
 
     def __init__(self, workshop: Workshop, sync: Sync) -> None:
         super().__init__(workshop, sync)
@@ -42,7 +43,7 @@ class Accumulated(Strategy):
 
     def batch(self, batch: Batch) -> Made:
         """Add a batch; make an update if it is time to."""
-        workshop = self.workshop
+        workshop, skipped = self.workshop, self.workshop.tally.skipped
         seen: list[tuple[Any, torch.Tensor]] = []
 
         def loss_fn(outputs: Any, targets: Any) -> torch.Tensor:  # noqa: ANN401  whatever the model gives
@@ -61,7 +62,12 @@ class Accumulated(Strategy):
             )
         self._in_epoch = None if self._in_epoch is None else self._in_epoch + 1
         outputs, loss = seen[-1]
-        return Made(outputs, loss.detach())
+        return Made(
+            outputs,
+            loss.detach(),
+            is_skipped=self._accumulator.is_broken,
+            has_skipped_update=workshop.tally.skipped > skipped,
+        )
 
     def end_epoch(self) -> None:
         """Warn, once, if a pass is not even one window."""
@@ -92,13 +98,15 @@ class Accumulated(Strategy):
         self._accumulator.close()
 
     def state_dict(self) -> Any:  # noqa: ANN401  a nest
-        """Give the accumulator's, with what its window has gathered."""
-        own = self._accumulator.state_dict() | {"optimizer": None}
+        """Give the accumulator's, with what its window has gathered; the loss scale is in the trainer's."""
+        own = self._accumulator.state_dict() | {"optimizer": None, "grad_scaler": None}
         return {"updates": self._updates, "accumulator": own}
 
     def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  as `state_dict` gave it
         """Go on from there, also in the middle of a window."""
-        self._accumulator.load_state_dict(state["accumulator"])
+        scaler = self._scaler  # whose state the trainer brings back, whatever the strategy
+        own = {"grad_scaler": None if scaler is None else scaler.state_dict()}
+        self._accumulator.load_state_dict({**state["accumulator"], **own})
         self._updates = state["updates"]
         self._in_epoch = None
 
@@ -110,24 +118,56 @@ class Accumulated(Strategy):
         self._updates += before.updates
         before.close()
 
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        scaler = self.workshop.numerics.scaler
+        return scaler if scaler is not None and scaler.is_enabled() else None
+
     def _made(self) -> AsyncGradientAccumulator:
         workshop = self.workshop
-        return AsyncGradientAccumulator(
+        accumulator = AsyncGradientAccumulator(
             workshop.model,
             accumulation_steps=self.sync.every,
             overlap=self.sync.overlap is not False,
             device=workshop.device,
             loss_reduction=workshop.reduction,
+            grad_scaler=self._scaler,
             process_group=workshop.places.group,
         )
+        try:
+            self._scale_alike(accumulator)
+        except BaseException:
+            accumulator.close()
+            raise
+        return accumulator
+
+    def _scale_alike(self, accumulator: AsyncGradientAccumulator) -> None:
+        """Let members that trained apart, each with a loss scale of its own, go on with the same."""
+        if (scaler := self._scaler) is None:
+            return
+        own = scaler.state_dict()
+        state = least_scale(accumulator.gathered(own))
+        if state != own:
+            scaler.load_state_dict(state)
+            log.info(
+                "losses are scaled by %g, the least of the members' scales: this one's was %g",
+                state["scale"], own["scale"],
+            )  # fmt: skip
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        before = self._accumulator.updates
+        accumulator, tally = self._accumulator, self.workshop.tally
+        made, skipped = accumulator.updates, accumulator.skipped_updates
         try:
             yield
         finally:
-            self.workshop.tally.steps += self._accumulator.updates - before
+            tally.steps += accumulator.updates - made
+            tally.skipped += accumulator.skipped_updates - skipped
+
+
+def least_scale(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Choose from members' states of a GradScaler: with the least scale no gradient of theirs overflows."""
+    return dict(min(states, key=lambda state: (state["scale"], state["_growth_tracker"])))
 
 
 def _forget_what_differs(workshop: Workshop) -> None:

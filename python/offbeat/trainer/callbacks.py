@@ -33,7 +33,8 @@ class Step:
         loss: Of the batch, as the loss function gave it; on its device, so that nobody waits who need not.
         gradient_norm: Of what the batch's step was made by, before it was clipped; None where there was no
             step, or nothing is clipped.
-        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
+        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them. Under
+            ``"accumulate"``: an update, which was due in this batch, was skipped by the loss scale.
         is_update: The optimizer has stepped in this batch: for what is to be done once at a `step`.
     """
 

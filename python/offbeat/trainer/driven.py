@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from offbeat.history import History, Record
+from offbeat.local.log_lines import Skipped
 from offbeat.metrics import Meter
 from offbeat.receipt import Receipt
 from offbeat.tracking.fanout import Fanout
@@ -38,13 +39,13 @@ class Driven:
         self._trackers = trackers
         self._follow = follow
         self._step: Step | None = None  # of the newest batch, until callbacks have heard of it
-        self._steps = 0  # of the tally, that were told
+        self._steps = self._skipped = 0  # of the tally, that were told
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Hand over batches in here."""
         live, stage = self._workshop.live, self._stage
-        self._steps = self._workshop.tally.steps
+        self._steps, self._skipped = self._workshop.tally.steps, self._workshop.tally.skipped
         with ExitStack() as stack:
             stack.enter_context(self._scheduling.steps(live, self._workshop.model))
             if live is not None:
@@ -70,13 +71,24 @@ class Driven:
         steps = workshop.tally.steps
         if self._callbacks.has("on_step"):
             norm, is_update = workshop.numerics.norm, steps > before
-            self._step = Step(steps, epoch, batch.samples, made.loss, norm, made.is_skipped, is_update)
+            is_skipped = made.is_told_as_skipped
+            self._step = Step(steps, epoch, batch.samples, made.loss, norm, is_skipped, is_update)
         return batch, made, self._take_steps()
 
     def _take_steps(self) -> int:
         """Count those since this was last asked, also of a strategy that ended as another began."""
         before, self._steps = self._steps, self._workshop.tally.steps
         return self._steps - before
+
+    def take_skipped(self) -> int:
+        """Count what was skipped since this was last asked."""
+        before, self._skipped = self._skipped, self._workshop.tally.skipped
+        return self._skipped - before
+
+    @property
+    def skips(self) -> Skipped:
+        """What is counted as skipped."""
+        return "batch" if self._stage.strategy is None else self._stage.strategy.skips
 
     def after_step(self) -> None:
         """Let callbacks hear of a batch that was trained on, and is in the account."""

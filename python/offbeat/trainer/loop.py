@@ -192,7 +192,8 @@ class Loop:
             self._finiteness.add(loss, history.steps)
         if plan.callbacks.has("on_step"):
             norm, is_update = workshop.numerics.norm, history.steps > before
-            step = Step(history.steps, epoch, samples, made.loss, norm, made.is_skipped, is_update)
+            is_skipped = made.is_told_as_skipped
+            step = Step(history.steps, epoch, samples, made.loss, norm, is_skipped, is_update)
             plan.callbacks.tell("on_step", step)
         if self._lines.is_due:
             self._log(strategy)
@@ -236,6 +237,7 @@ class Loop:
             staleness=staleness,
             fates=told,
             aside=f", with those of rejected pushes; {told}" if told else "",
+            skips=strategy.skips,
         )
         self._finiteness.look()
         self._plan.callbacks.tell("on_log", record)

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch import distributed, nn
 
+from offbeat.accumulator.settings import unscaled_faults
 from offbeat.averaging.meeting import Meeting
 from offbeat.averaging.methods import Method
 from offbeat.averaging.pace import Iterations
@@ -22,10 +23,6 @@ __all__ = ["Places", "ProcessGroup"]
 
 ProcessGroup: TypeAlias = distributed.ProcessGroup | Literal[False] | None
 
-NO_FP16 = (
-    'amp is "fp16" and the strategy "accumulate", which refuses an update that is not finite, as the first '
-    'ones of a loss scale often are: take amp="bf16", or strategy="average"'
-)
 LATER = "or, where a later strategy is to have it, give all of them in a dict by epochs"
 
 
@@ -98,8 +95,8 @@ class Places:
         kinds = list(schedule.values())
         meeting = replace(self.meeting, is_server_free="parameter_server" not in kinds)
         num_members = Faults().catch(self._num_members) or 1  # who cannot be counted is told by the meeting
-        if amp == "fp16" and "accumulate" in kinds:
-            faults.append(NO_FP16)
+        if amp == "fp16" and "accumulate" in kinds and model is not None:
+            faults += unscaled_faults(model, 'amp is "fp16"')
         if "parameter_server" in kinds and not self.address and not os.environ.get("OFFBEAT_SERVER"):
             faults.append(
                 'strategy is "parameter_server", and nobody says where it is: give '

@@ -14,6 +14,7 @@ from offbeat.averaging.settings import server_faults
 from offbeat.averaging.turns import FLUSH_AGAIN
 from offbeat.errors import ConnectionLostError, StateError
 from offbeat.local.batches import MAKE_PAIRS, check_any, count, moved, split
+from offbeat.local.log_lines import Skipped
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.local.parameters import each_once, fingerprint, other_values
 from offbeat.receipt import Receipt
@@ -63,14 +64,23 @@ class Made:
     Attributes:
         outputs: The model's.
         loss: As the loss function gave it; detached.
-        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them.
+        is_skipped: Nothing came of it: its scaled gradients were not finite, or a monitor dropped them. It
+            counts in no mean.
+        has_skipped_update: Of a strategy whose updates are of many batches: as this one was added, an update
+            was skipped. None: each batch is by itself.
         lost: The others were, when this had been trained on: whoever goes on does so without them.
     """
 
     outputs: Any
     loss: torch.Tensor
     is_skipped: bool = False
+    has_skipped_update: bool | None = None
     lost: ConnectionLostError | None = None
+
+    @property
+    def is_told_as_skipped(self) -> bool:
+        """Whether callbacks hear of a skip, each of which is told once."""
+        return self.is_skipped if self.has_skipped_update is None else self.has_skipped_update
 
 
 @dataclass(slots=True)
@@ -79,8 +89,8 @@ class Tally:
 
     Attributes:
         steps: Of the optimizer, on whichever side: updates, and pushes to one on a server.
-        skipped: Batches of which nothing was made; a step that was made without gradients, since a monitor
-            dropped them, is among the steps as well.
+        skipped: Batches of which nothing was made, and updates of many that a loss scale skipped; a step that
+            was made without gradients, since a monitor dropped them, is among the steps as well.
         receipts: Of pushes; for whoever takes them.
     """
 
@@ -139,11 +149,13 @@ class Strategy(ABC):
 
     Attributes:
         version_is: What `version` counts, as a log line says it; empty for nothing.
+        skips: What is counted as skipped, likewise.
         meets_others: There is anybody to meet.
         stands_alone: Where the others are lost, the model here has all that was trained.
     """
 
     version_is = ""
+    skips: Skipped = "batch"
     meets_others = True
     stands_alone = False
 

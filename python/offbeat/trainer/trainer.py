@@ -109,7 +109,9 @@ class AsyncTrainer(Driveable):
             a server, before each batch's are gathered. None: not at all.
         amp: ``"none"``; ``"bf16"``: autocast; ``"fp16"``: autocast, and a `torch.amp.GradScaler`: a batch
             whose scaled gradients are not finite makes no step, is told to nobody, and is counted in
-            `skipped_steps`. Evaluation is in full precision.
+            `skipped_steps`; with ``"accumulate"`` so is an update, which all members skip. One scaler goes
+            through all strategies, and members that have one each change to ``"accumulate"`` with the least
+            of their scales. Evaluation is in full precision.
         compile: Let `torch.compile` have the model, in place; or with the backend of that name.
         gradient_checkpointing: Names of the model's parts whose results are computed again for the backward
             pass, to save memory; True: all parts with parameters of each `nn.Sequential` that the model is,
@@ -303,14 +305,16 @@ class AsyncTrainer(Driveable):
 
         Returns:
             What happened. A record's `version` counts rounds of averaging or updates, or is the server's;
-            `skipped` the batches of which nothing was made. `history.stopped` is "epochs", "max_steps",
-            "budget" where the run's `max_samples` were used up, or "stop", with `history.stop_reason`.
+            `skipped` the batches, or updates, of which nothing was made. `history.stopped` is "epochs",
+            "max_steps", "budget" where the run's `max_samples` were used up, or "stop", with
+            `history.stop_reason`.
 
         Raises:
             ConfigError: Naming all arguments that cannot be used; or for a batch or a loss.
             StateError: If the model has other parameters than at first, or members are set differently; or if
                 a `train` of this trainer is at work.
-            NonFiniteError: If a gradient is NaN or infinite with ``"accumulate"`` or ``"parameter_server"``.
+            NonFiniteError: If a gradient is NaN or infinite with ``"accumulate"`` or ``"parameter_server"``,
+                without a loss scale.
             ConnectionLostError: If a member or the server is lost.
             RejectedError: If the server rejected 100 pushes in a row; with the reasons.
             KeyboardInterrupt: At Ctrl-C; `history` is kept, and `train` may be called again.
@@ -462,7 +466,7 @@ class AsyncTrainer(Driveable):
 
     @property
     def skipped_steps(self) -> int:
-        """Batches of which nothing was made, in all calls of `train`; see `History.skipped`."""
+        """Batches, or updates, of which nothing was made, in all calls of `train`; see `History.skipped`."""
         return self._workshop.tally.skipped
 
     @overload

@@ -63,14 +63,15 @@ def loop(trained, data, epochs, device, *, amp, clip):
 
 
 @pytest.mark.parametrize("amp", ["none", "bf16", "fp16"])
-@pytest.mark.parametrize("strategy", ["local", "average"])
+@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
 def test_training_is_a_plain_loop(device, strategy, amp):
     # Which in half precision become infinite, on the way back at the least: those batches are skipped.
     data = batches(9, scale_of=lambda number: 3e4 if amp == "fp16" and number % 4 == 1 else 1.0)
     make = without_statistics if amp == "fp16" else model
     ours, theirs = make().to(device), make().to(device)
+    every = 1 if strategy == "accumulate" else 3
     trainer = offbeat.AsyncTrainer(
-        ours, strategy=strategy, device=device, amp=amp, max_grad_norm=0.5, regular_sync_frequency=3
+        ours, strategy=strategy, device=device, amp=amp, max_grad_norm=0.5, regular_sync_frequency=every
     )
     history = trainer.train(
         dataloader=data, epochs=2, optimizer=optim.SGD(lr=0.1, momentum=0.9), loss_fn=LOSS, progress=False
