@@ -100,7 +100,7 @@ def test_members_at_a_server_do_what_the_methods_say(server, method):
     assert us.train(10, 4, 0) is None
     for rank in range(3):
         assert all(map(np.array_equal, found[rank][1], found[0][1])), "all begin alike"
-        assert close(found[rank][2], arrays(us.models[rank]), within=1e-5)
+        assert close(found[rank][2], arrays(us.models[rank]), within=1e-6)
         assert all(map(np.array_equal, found[rank][3], found[0][3])), "and end alike"
 
 
