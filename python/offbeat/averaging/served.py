@@ -62,6 +62,15 @@ REREAD = ("server_rolled_back", "slept")
 """Reasons that are no judgement on a push, which can come again once the member has read anew: the server was
 started again in between, or had given up the member, which stood still."""
 
+FOR_ITS_MEAN = (
+    "waiting for the round of averaging that others are in to end, to begin with its mean; the server waits "
+    "for none of them for long that dies in it, or hangs"
+)
+"""How the wait of one that has come is worded."""
+
+MOST_READS = 10
+"""Times that one who has come reads the mean where rounds go on meanwhile; each lasts longer than a read."""
+
 SEEK_S = 0.5
 """How long training stands still, once, to see whether the server of a round that takes long is there."""
 
@@ -583,10 +592,33 @@ class Served:
         client.init(arrays)
         status = client.status()
         self._company.note_lost(status["workers"])
-        self._version = status["version"]  # or older than what is pulled, never newer
-        self._mean = client.pull(out=arrays)
+        closed = self._read_between_rounds(client, status, arrays)
         if self._last == NOWHERE:
-            self._last = status["rounds"]["closed"], self._version
+            self._last = closed, self._version
+
+    def _read_between_rounds(self, client: Client, status: Mapping[str, Any], out: Arrays) -> int:
+        """Read the mean that a round has led to: in its midst some have added their shares, and others not.
+
+        Nobody waits for one that has only come, so that the next may close while it reads.
+
+        Args:
+            client: This member's, which is in no round.
+            status: The server's.
+            out: What to read into.
+
+        Returns:
+            How many rounds have closed.
+        """
+        closed: int = status["rounds"]["closed"]
+        for _ in range(MOST_READS):
+            with telling(FOR_ITS_MEAN):
+                self._version = client.gather(closed).version if closed else status["version"]
+            self._mean = client.pull(out=out)  # of that version or a newer one, never an older
+            status = client.status()
+            before, closed = closed, status["rounds"]["closed"]
+            if closed == before:
+                break
+        return closed
 
     def _reread(self, client: Client) -> None:
         """Take what the server has, from which this member's way is measured."""

@@ -565,6 +565,33 @@ def test_one_that_joins_begins_with_the_mean_and_no_velocity_and_comes_to_where_
         averager.close()
 
 
+def test_one_that_joins_while_shares_are_pushed_begins_with_the_mean_of_all_of_them(server, monkeypatch):
+    monkeypatch.setattr("offbeat.averaging.waiting.TELL_AFTER_S", 0.1)
+    first, second = Member(server), Member(server)
+    acquainted(server, first, second)
+    client = second.averager._turns.members._presence.met()
+    push, may_push, version = client.push, threading.Event(), server.status()["version"]
+
+    def held(*arguments, **settings):
+        assert may_push.wait(2 * AT_ONCE_S)
+        return push(*arguments, **settings)
+
+    monkeypatch.setattr(client, "push", held)
+    entering = [first.behind(), second.behind()]
+    wait_for(lambda: server.status()["version"] == version + 1)
+    with warned() as told, ThreadPoolExecutor() as pool:
+        joining = pool.submit(Member, server)
+        wait_for(lambda: [text for text in told if "to begin with its mean" in text] or joining.done())
+        may_push.set()
+        late = joining.result(AT_ONCE_S)
+    for thread in entering:
+        thread.join(AT_ONCE_S)
+        assert not thread.is_alive()
+    assert all(map(torch.equal, late.model.parameters(), first.model.parameters()))
+    for member in (first, second, late):
+        member.averager.close()
+
+
 def test_those_who_end_do_so_with_one_that_has_just_come_and_was_in_no_round(server):
     first, second = Member(server), Member(server)
     acquainted(server, first, second)

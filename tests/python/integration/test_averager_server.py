@@ -160,25 +160,32 @@ def test_rank_0_whose_block_ends_by_an_exception_raises_that_and_stops_its_serve
 
 
 def joining(rank, address, here):
+    """Give what this member begins with, and what it has after each round."""
     if rank == 1:
         wait_for((here / "trained").exists, timeout_s=60)
-    trained = model(seed=rank)
+    trained, means = model(seed=rank), []
     with at(address, trained, 0, 1, averaging_frequency=5, overlap=False) as ours:
         began = [value.copy() for value in arrays(trained)]
         live = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for number in range(40):
-            ours.step(step(trained, live, rank, number))
-            if rank == 0 and number == 19:
-                (here / "trained").touch()
+        while not (here / "joined").exists():
+            ours.step(step(trained, live, rank, ours.iterations % 20))
+            if ours.averaging_round > len(means):
+                means.append([value.copy() for value in arrays(trained)])
+            if len(means) == 4:
+                (here / ("trained", "joined")[rank]).touch()
         ours.flush()
-        return began, ours.averaging_round
+        return began, means
 
 
 def test_one_that_comes_late_begins_with_the_current_mean(server, tmp_path):
-    (first, _), (second, rounds) = together(joining, 2, server.address, tmp_path)
-    assert rounds > 2
-    assert not any(map(np.array_equal, first, second)), "what the first has learnt by then"
-    assert not any(map(np.array_equal, second, arrays(model(seed=1)))), "and not what it was made with"
+    (_, means), (began, later) = together(joining, 2, server.address, tmp_path)
+
+    def number_of(values):
+        (found,) = (n for n, mean in enumerate(means) if all(map(np.array_equal, mean, values)))
+        return found
+
+    assert number_of(began) >= 3, "what the first had learnt by then, whose fourth round it has waited for"
+    assert number_of(later[0]) > number_of(began), "and is in its rounds from then on"
 
 
 def test_where_the_server_is_lost_training_goes_on_and_averaging_when_it_is_there_again(monkeypatch):
