@@ -163,6 +163,14 @@ class Meeting:
         )
         return Joined(members, distributed.get_rank(group))
 
+    def group_of_members(self) -> "distributed.ProcessGroup | None":
+        """Give the process group that `join` finds the members in, which makes torch's default one likewise.
+
+        Raises:
+            ConfigError, StateError, ConnectError: As `join`.
+        """
+        return self._group(None, is_tried=False)
+
     def _group(self, method: Method | None, *, is_tried: bool) -> "distributed.ProcessGroup | None":
         return _group(
             self.backend,

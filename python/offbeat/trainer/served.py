@@ -5,9 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed
 
 from offbeat import trained_by
 from offbeat.errors import ConnectionLostError, StateError
+from offbeat.local.group import check_device, is_alike
+from offbeat.local.sums import Sums
+from offbeat.trainer.next import check_next
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker import AsyncWorker
@@ -95,6 +99,26 @@ class Served(Strategy):
         del then  # workers need nothing of one another
         if self.worker is not None:
             self.end_epoch()
+
+    def catch_up(self, then: str) -> None:
+        """Wait until all members have pushed what they had, and take the server's model as it is by then.
+
+        They go on from the first one's model, and what that has pulled last lacks what others pushed since.
+        """
+        workshop = self.workshop
+        group = workshop.places.meeting.group_of_members()
+        if self.worker is None or group is None or distributed.get_world_size(group) == 1:
+            return
+        check_device(group, workshop.device)
+        members = Sums.among(group, of="what is next")
+        try:
+            with members.together() as own:
+                are_alike = is_alike(own, then, workshop.device)
+        finally:
+            members.close()
+        check_next(then, are_alike=are_alike)
+        with _told_to_who_has_a_trainer():
+            workshop.tally.receipts += self.worker.prepare(None)
 
     def follow(self, sync: Sync) -> None:
         """Take this worker's place with one that pushes as often as that."""

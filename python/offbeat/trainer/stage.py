@@ -70,6 +70,8 @@ class Stage:
             is_change = strategy is not None
             if strategy is not None:
                 strategy.settle(next_of(kind))
+                if self._workshop.places.need_group([kind]):
+                    strategy.catch_up(next_of(kind))
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))

@@ -191,6 +191,16 @@ class Strategy(ABC):
             StateError: If members of a process group do not all do the same next.
         """
 
+    def catch_up(self, then: str) -> None:  # noqa: B027  most have settled together with the others
+        """Take what all members have made, before they meet in a process group; this is settled.
+
+        Args:
+            then: As `settle`.
+
+        Raises:
+            StateError: Likewise.
+        """
+
     def follow(self, sync: Sync) -> None:
         """Meet as often as this says from here on."""
         self.sync = sync

@@ -81,10 +81,12 @@ class AsyncTrainer(Driveable):
     optimizer with its state, the scheduler, the loss scale and the count of steps; what a method keeps from
     round to round (a reference, a velocity) begins anew. So does an optimizer on a server, which is not the
     one here, and where members change to ``"accumulate"``, whose updates are the same in all of them, the
-    state of the one here. All members have to change after the same batch of theirs. ``"parameter_server"``
-    goes on from the server's model, where that has one: what was trained here without it is not in that, and
-    a warning says so. So do methods of averaging and ``"accumulate"`` after ``"local"``: members begin with
-    the model of the first, or of the server, as models that were trained apart for long have no good mean.
+    state of the one here. All members have to change after the same batch of theirs. After
+    ``"parameter_server"`` members of a process group go on from the server's model, once all have pushed what
+    they had. ``"parameter_server"`` goes on from the server's model, where that has one: what was trained
+    here without it is not in that, and a warning says so. So do methods of averaging and ``"accumulate"``
+    after ``"local"``: members begin with the model of the first, or of the server, as models that were
+    trained apart for long have no good mean.
 
     Args:
         model: An `nn.Module`, complete: its parameters are to stay the same objects. It is brought to

@@ -1,0 +1,258 @@
+"""AsyncTrainer whose members push to a parameter server for a while, and average in a process group after it.
+
+What they have trained goes on from the one into the other, but for the way back: a server that has a model
+goes on with that.
+"""
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+
+import offbeat
+from offbeat import optim
+from offbeat.errors import ConnectionLostError, StateError
+from support.averaging import warned
+from support.group import together
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+LOSS = nn.CrossEntropyLoss()
+BATCHES = 12
+EVERY = 4
+TURNS = ["parameter_server", "average", "diloco", "gossip", "parameter_server", "local"]
+PUSHING = [0, 4]
+"""Which of these push."""
+LOST = '"parameter_server" goes on from the model that the server has, in which what was trained here'
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+def data_of(seed, length=BATCHES):
+    """Give batches that all are of one task, whoever has them."""
+    rule = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
+    random = torch.Generator().manual_seed(100 + seed)
+    inputs = [torch.randn(8, 6, generator=random) for _ in range(length)]
+    return [(one, (one @ rule).argmax(1)) for one in inputs]
+
+
+def values_of(trained):
+    return [parameter.detach().numpy().copy() for parameter in trained.parameters()]
+
+
+def num_groups():
+    return len(distributed.distributed_c10d._world.pg_map)
+
+
+class Begins:
+    """A loss that takes down what the model was as each batch began."""
+
+    def __init__(self, trained):
+        self.trained, self.values = trained, []
+
+    def __call__(self, outputs, targets):
+        self.values.append(values_of(self.trained))
+        return LOSS(outputs, targets)
+
+
+class Turns:
+    """Sets another strategy after some batches."""
+
+    def __init__(self, by_batch):
+        self.by_batch, self.batches, self.used = by_batch, 0, []
+
+    def on_step(self, trainer, step):
+        self.batches += 1
+        self.used.append(type(trainer._stage.strategy).__name__)
+        if self.batches in self.by_batch:
+            trainer.strategy = self.by_batch[self.batches]
+
+
+def member_of(ours, address, strategy, **settings):
+    return offbeat.AsyncTrainer(
+        ours, strategy=strategy, regular_sync_frequency=EVERY, server_address=address, **settings
+    )
+
+
+def trained(rank, address, optimizer, how):
+    """Train by all of `TURNS`, each for as many batches; say what came of it.
+
+    Args:
+        rank: Of this member.
+        address: Of the server.
+        optimizer: "live" or "spec".
+        how: "epochs": by a dict; "set": in mid-epoch, by a callback.
+    """
+    ours = model(seed=rank)  # members begin unlike one another, and the server's is another still
+    begins, turns = Begins(ours), Turns({})
+    strategy, epochs, batches = dict(enumerate(TURNS)), len(TURNS), data_of(rank)
+    if how == "set":
+        turns.by_batch = {BATCHES * number: name for number, name in enumerate(TURNS) if number}
+        strategy, epochs, batches = TURNS[0], 1, batches * len(TURNS)
+    live = torch.optim.Adam(ours.parameters(), lr=0.01)
+    # Before one of them averages a backend is refused, and is the group's, as the server is taken.
+    settings = {"communication_backend": "gloo"} if how == "epochs" else {}
+    groups = num_groups()
+    with warned() as told, member_of(ours, address, strategy, callbacks=turns, **settings) as trainer:
+        history = trainer.train(
+            dataloader=batches,
+            epochs=epochs,
+            optimizer=live if optimizer == "live" else optim.Adam(lr=0.01),
+            loss_fn=begins,
+            progress=False,
+        )
+        kept = {int(entry["step"]) for entry in trainer.optimizer.state.values()}
+        is_live = trainer.optimizer is live
+        losses = []
+        for values in [*begins.values[::BATCHES], values_of(ours)]:
+            for parameter, value in zip(ours.parameters(), values, strict=True):
+                parameter.data.copy_(torch.from_numpy(value))
+            losses.append(trainer.evaluate(data_of(99, 4), LOSS))
+    return {
+        "begins": begins.values[::BATCHES],
+        "losses": losses,
+        "used": turns.used[::BATCHES],
+        "told": told,
+        "steps": history.steps,
+        "receipts": history.receipts,
+        "optimizer": history.optimizer,
+        "kept": kept,
+        "is_live": is_live,
+        "groups": num_groups() - groups,
+    }
+
+
+def equal(one, other):
+    return all(map(np.array_equal, one, other))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "how", "size"), [("spec", "epochs", 3), ("live", "epochs", 2), ("live", "set", 2)]
+)
+def test_members_move_from_pushes_to_averages_and_back_in_one_run(serve, optimizer, how, size):
+    server = serve(model(seed=9))
+    found = together(trained, size, server.address, optimizer, how)
+    first, *others = found
+    pushes = BATCHES // EVERY * len(PUSHING)
+    for one in found:
+        assert one["used"] == ["Served", "Averaged", "Averaged", "Averaged", "Served", "Local"]
+        # Each learns, and the way back to the server loses what was averaged.
+        losses = one["losses"]
+        assert losses[0] > losses[1] > losses[2] > losses[3]
+        assert losses[3] < losses[4] < losses[0]
+        assert losses[-1] < losses[1]
+        # The optimizer here: a live one steps everywhere; a server's own is none of it, and counts pushes.
+        by_all = BATCHES * len(TURNS)
+        here = by_all if optimizer == "live" else by_all - BATCHES * len(PUSHING)
+        assert (one["kept"], one["is_live"]) == ({here}, optimizer == "live")
+        assert one["steps"] == (by_all if optimizer == "live" else here + pushes)
+        assert one["receipts"] == {"applied": pushes}
+        assert one["optimizer"].startswith(
+            "Adam(lr=0.01); strategy 'parameter_server', then Average(), then "
+        )
+        assert len([text for text in one["told"] if LOST in text]) == 1
+        assert [text for text in one["told"] if "the first member has" in text] == []
+        assert one["groups"] == 0
+    # Who averages goes on from one model, which after the pushes is the server's, with those of all;
+    for other in others:
+        assert all(equal(first["begins"][turn], other["begins"][turn]) for turn in (1, 2, 3))
+    # and who goes back to the server from the one that it was left with, where others have not pushed yet.
+    assert any(equal(one["begins"][4], first["begins"][1]) for one in found)
+    states = [worker["state"] for worker in server.status()["workers"]]
+    assert states == ["finished"] * size * len(PUSHING)
+    assert server.status()["version"] == size * pushes
+
+
+class Uneven:
+    """Batches of which the second member has half still to come when the first has ended its first pass."""
+
+    def __init__(self, rank):
+        self.rank, self.is_first = rank, True
+
+    def __iter__(self):
+        for number, batch in enumerate(data_of(self.rank)):
+            if self.is_first and self.rank == 1 and number == BATCHES // 2:
+                distributed.barrier()
+            yield batch
+        if self.is_first and self.rank == 0:
+            distributed.barrier()
+        self.is_first = False
+
+
+def unevenly(rank, address, then):
+    ours = model(seed=rank)
+    begins = Begins(ours)
+    strategy = {0: "parameter_server", 1: then}
+    with warned() as told, member_of(ours, address, strategy) as trainer:
+        trainer.train(
+            dataloader=Uneven(rank), epochs=2, optimizer=optim.SGD(lr=0.1), loss_fn=begins, progress=False
+        )
+    return begins.values[BATCHES], told
+
+
+@pytest.mark.parametrize("then", ["average", "gossip", "accumulate"])
+def test_what_one_member_pushes_after_another_has_ended_is_in_what_all_go_on_from(serve, then):
+    server = serve(model(seed=9))
+    found = together(unevenly, 2, server.address, then)
+    pushed = [np.asarray(value) for value in server.state_dict().values()]
+    for began, told in found:
+        assert equal(began, pushed)
+        assert not [text for text in told if "is lost" in text]
+
+
+class Sets:
+    """Chooses what comes after the first epoch."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+
+    def on_epoch_end(self, trainer, epoch):
+        if epoch == 0:
+            trainer.strategy = self.strategy
+
+
+def going_on(rank, address, strategies, optimizer):
+    """Push for an epoch, and go on by a strategy of this member's; give what is said of that."""
+    ours, groups = model(), num_groups()
+    group = distributed.new_group(timeout=timedelta(seconds=5))
+    live = torch.optim.SGD(ours.parameters(), lr=0.1)
+    settings = {"callbacks": Sets(strategies[rank])}
+    trainer = member_of(ours, address, {0: "parameter_server", 9: "average"}, process_group=group, **settings)
+    with trainer:
+        try:
+            history = trainer.train(
+                dataloader=data_of(rank),
+                epochs=2,
+                optimizer=live if optimizer == "live" else optim.SGD(lr=0.1),
+                loss_fn=LOSS,
+                progress=False,
+            )
+        except (ConnectionLostError, StateError) as error:
+            told = f"{type(error).__name__}: {error}"
+        else:
+            told = history.stopped
+    return told, num_groups() - groups - 1
+
+
+@pytest.mark.parametrize(
+    ("strategies", "optimizer", "told"),
+    [
+        (["average", "diloco"], "live", ["StateError: this member goes on with strategy"] * 2),
+        (["average", "average"], "spec", ["StateError: the optimizer of this train runs on the server"] * 2),
+        (["average", "parameter_server"], "live", ["ConnectionLostError: what is next of all", "epochs"]),
+    ],
+)
+def test_what_members_cannot_go_on_with_together_is_told_and_hangs_nowhere(
+    serve, strategies, optimizer, told
+):
+    server = serve(model(seed=9))
+    found = together(going_on, 2, server.address, strategies, optimizer)
+    for (said, left), expected in zip(found, told, strict=True):
+        assert said.startswith(expected)
+        assert left == 0
+    assert all(worker["state"] in {"finished", "left"} for worker in server.status()["workers"])
