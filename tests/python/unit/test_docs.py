@@ -10,7 +10,10 @@ import pytest
 import torch
 
 import offbeat
-from offbeat import optim, schedule, staleness
+from offbeat import averaging, optim, schedule, staleness
+from offbeat.averaging.methods import METHODS
+from offbeat.monitor.detector import METRICS
+from offbeat.monitor.remedies import REMEDIES
 from offbeat.optim.base import IGNORED
 
 ROOT = Path(__file__).parents[3]
@@ -191,6 +194,18 @@ def read(cell):
     return cell if cell == "required" else ast.literal_eval(cell.strip("`"))
 
 
+def test_each_table_is_held_against_the_code():
+    by_tests_below = {
+        "Optimizers",
+        "Methods of averaging",
+        "What a monitor judges",
+        "What a monitor does",
+        "Staleness policies",
+        "Schedules",
+    }
+    assert set(KEYWORDS) == {*NAMES_OF_TABLES} | by_tests_below
+
+
 @pytest.mark.parametrize("name", NAMES_OF_TABLES)
 def test_table_of_keywords_is_the_signature_in_its_order(name):
     shown = {keyword.strip("`"): read(default) for keyword, default, _, _ in KEYWORDS[name]}
@@ -249,3 +264,25 @@ def test_schedules_table_is_that_of_the_signatures():
     assert {cls: of_all | own for cls, own in shown.items()} == {
         c: defaults_of(s) for c, s in schedules.items()
     }
+
+
+def test_methods_table_is_that_of_the_signatures():
+    shown = [
+        (cls.strip("`"), read(name), keyword.strip("`"), default and read(default))
+        for cls, name, keyword, default, *_ in KEYWORDS["Methods of averaging"]
+    ]
+    methods = classes_of(averaging, averaging.Method)
+    assert sorted(methods) == sorted(cls.__name__ for cls in METHODS.values())
+    implemented = []
+    for name, cls in METHODS.items():
+        keywords = defaults_of(cls) or {"": ""}  # one row for what takes none
+        implemented += [(cls.__name__, name, keyword, default) for keyword, default in keywords.items()]
+    assert shown == implemented
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"), [("What a monitor judges", METRICS), ("What a monitor does", REMEDIES)]
+)
+def test_each_name_that_a_monitor_knows_is_in_its_table_once(heading, names):
+    assert len(names) >= 7
+    assert [read(name) for name, *_ in KEYWORDS[heading]] == list(names)
