@@ -73,6 +73,7 @@ def test_a_run_that_is_killed_twenty_times_ends_with_the_same_bits(uninterrupted
 
 LOADERS = {
     "a loader that tells its place": fault_tolerant.stateful,
+    "torchdata's StatefulDataLoader": fault_tolerant.of_torchdata,
     "a plain DataLoader": fault_tolerant.plain,
     "a plain DataLoader with two workers": fault_tolerant.with_workers,
     "a plain DataLoader with a generator": fault_tolerant.with_generator,
@@ -88,6 +89,17 @@ def test_any_source_of_batches_goes_on_where_it_was(data, tmp_path):
     killed(tmp_path / "kept", ("step", 18), **run)
     killed(tmp_path / "kept", ("step", 25), **run)
     assert finished(tmp_path / "kept", tmp_path / "result.json", **run) == whole
+
+
+@pytest.mark.parametrize("data", [fault_tolerant.of_torchdata, fault_tolerant.of_torchdata_with_workers])
+def test_torchdata_s_loader_goes_on_where_it_was_in_a_pass_and_between_two(data, tmp_path):
+    run = {"data": data, "checkpoint_frequency": 6, "max_steps": 30}  # of 12 batches a pass
+    whole = finished(tmp_path / "whole", tmp_path / "whole.json", **run)
+    folder = tmp_path / "kept"
+    for batches, newest in ((15, 12), (9, 18)):
+        killed(folder, ("step", batches), waits=True, **run)
+        assert directory.names(folder)[0].endswith(f"-step-{newest}")
+    assert finished(folder, tmp_path / "result.json", **run) == whole
 
 
 def test_a_time_for_a_frequency_changes_nothing_but_where_it_goes_on(uninterrupted, tmp_path):

@@ -63,6 +63,14 @@ class Noisy(Dataset):
         return torch.full((6,), index / SAMPLES) + 0.1 * noise, torch.tensor(index)
 
 
+class Quiet(Noisy):
+    """Samples that follow from their index: what a loader's workers draw may be in no state of it."""
+
+    def __getitem__(self, index):
+        self.heard("sample")
+        return torch.full((6,), index / SAMPLES), torch.tensor(index)
+
+
 class Measured(Dataset):
     """Samples that a model is measured on; `heard` is told of each."""
 
@@ -231,6 +239,17 @@ def stateful():
 
 def plain():
     return {"dataloader": DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)}
+
+
+def of_torchdata(samples=None, **keywords):
+    from torchdata.stateful_dataloader import StatefulDataLoader  # which a machine with a device may lack
+
+    samples = Noisy() if samples is None else samples
+    return {"dataloader": StatefulDataLoader(samples, batch_size=BATCH_SIZE, shuffle=True, **keywords)}
+
+
+def of_torchdata_with_workers():
+    return of_torchdata(Quiet(), num_workers=2)
 
 
 def in_our_order():
