@@ -19,7 +19,7 @@ import argparse
 import json
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import fashion
 import machine
@@ -64,11 +64,11 @@ class Outcome:
         return f"{self.name:28} {self.rounds:4g} rounds, {self.percent:.2f} % ({each})"
 
 
-def train(group: members.Members, name: str, seeds: int, epochs: float, how: dict[str, object]) -> Outcome:
+def train(group: members.Members, name: str, seeds: int, base: Plan, how: dict[str, object]) -> Outcome:
     """Train with each seed."""
     found = []
     for seed in range(seeds):
-        plan = Plan(seed=seed, epochs=epochs, skew=SKEW, averager={"overlap": 1, **how})
+        plan = replace(base, seed=seed, averager={"overlap": 1, **how})
         results: list[Result] = group.call(fashion.member, plan, timeout_s=TIMEOUT_S)
         found.append(results[0])
     outcome = Outcome(name, found)
@@ -90,17 +90,21 @@ def main() -> None:
     parser.add_argument("--metrics", default="loss_variance", help="that the policy is to go by")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=EPOCHS)
-    parser.add_argument("--quick", action="store_true", help="one seed, half an epoch: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="two members, one seed, a quarter of an epoch: does it run?"
+    )
     given = parser.parse_args()
-    seeds, epochs = (1, 0.5) if given.quick else (given.seeds, given.epochs)
+    seeds, epochs = (1, 0.25) if given.quick else (given.seeds, given.epochs)
+    shares = fashion.QUICK_SHARES if given.quick else fashion.SHARES
+    base = Plan(seed=0, epochs=epochs, skew=SKEW, shares=shares)
     print(json.dumps(machine.describe()))
-    with members.members(len(fashion.SHARES)) as group:
+    with members.members(len(shares)) as group:
         fixed = [
             train(
                 group,
                 f"every {round(START * factor)}",
                 seeds,
-                epochs,
+                base,
                 {"averaging_frequency": round(START * factor)},
             )
             for factor in FACTORS
@@ -108,7 +112,7 @@ def main() -> None:
         adaptive = []
         for metric in given.metrics.split(","):
             how = {"averaging_frequency": START, "averaging_policy": "adaptive", "adaptation_metric": metric}
-            adaptive.append(train(group, f"adaptive, {metric}", seeds, epochs, how))
+            adaptive.append(train(group, f"adaptive, {metric}", seeds, base, how))
             print(
                 f"    frequencies, seed 0: {[f'{every:g}' for every in adaptive[-1].results[0].frequencies]}"
             )

@@ -67,25 +67,23 @@ CASES = (
 )
 
 
-def period_s(pass_s: float) -> float:
+def period_s(plan: Plan) -> float:
     """Compute the seconds between rounds: `EVERY` batches of a member with the least shard."""
-    least = len(fashion.samples().train_labels) * fashion.SHARES[-1] / sum(fashion.SHARES)
-    return EVERY * pass_s * MLP.batch_size / least
+    least = len(fashion.samples().train_labels) * plan.shares[-1] / sum(plan.shares)
+    return EVERY * plan.pass_s * MLP.batch_size / least
 
 
-def train(group: members.Members, case: Case, seed: int, epochs: float, pass_s: float) -> Result:
+def train(group: members.Members, case: Case, base: Plan) -> Result:
     """Train with a method once, at a server of its own where it meets at one."""
     how: dict[str, Any] = {
         "method": case.name,
         "averaging_policy": "time",
-        "averaging_frequency": f"{period_s(pass_s):g}s",
+        "averaging_frequency": f"{period_s(base):g}s",
         **case.keywords,
     }
 
     def run(how: dict[str, Any]) -> Result:
-        plan = Plan(
-            seed=seed, epochs=epochs, skew=SKEW, pass_s=pass_s, lr_factor=case.lr_factor, averager=how
-        )
+        plan = replace(base, lr_factor=case.lr_factor, averager=how)
         results: list[Result] = group.call(fashion.member, plan, timeout_s=TIMEOUT_S)
         seconds = [result.seconds for result in results]
         return replace(results[0], spread_s=max(seconds) - min(seconds))
@@ -107,21 +105,22 @@ def main() -> None:
     parser.add_argument(
         "--pass", dest="pass_s", type=float, default=PASS_S, help="seconds; more where the machine is slower"
     )
-    parser.add_argument("--quick", action="store_true", help="one seed, half an epoch: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="two members, one seed, a quarter of an epoch: does it run?"
+    )
     given = parser.parse_args()
-    seeds, epochs = (1, 0.5) if given.quick else (given.seeds, given.epochs)
+    seeds, epochs = (1, 0.25) if given.quick else (given.seeds, given.epochs)
+    shares = fashion.QUICK_SHARES if given.quick else fashion.SHARES
+    base = Plan(seed=0, epochs=epochs, skew=SKEW, pass_s=given.pass_s, shares=shares)
     cases = [case for case in CASES if case.name in given.methods.split(",")]
     print(json.dumps(machine.describe()))
-    with members.members(len(fashion.SHARES)) as group:
+    with members.members(len(shares)) as group:
         alone = [
             result
-            for first in range(0, seeds, len(fashion.SHARES))
+            for first in range(0, seeds, len(shares))
             for result in group.call(
                 fashion.single,
-                [
-                    Plan(seed=seed, epochs=epochs)
-                    for seed in range(first, min(seeds, first + len(fashion.SHARES)))
-                ],
+                [Plan(seed=seed, epochs=epochs) for seed in range(first, min(seeds, first + len(shares)))],
                 timeout_s=TIMEOUT_S,
             )
             if result is not None
@@ -130,7 +129,7 @@ def main() -> None:
         for seed in range(seeds):
             print(f"seed {seed}, single: {100 * alone[seed].accuracy:.2f} %", flush=True)
             for case in cases:
-                result = train(group, case, seed, epochs, given.pass_s)
+                result = train(group, case, replace(base, seed=seed))
                 found[case].append(result)
                 print(
                     f"seed {seed}, {case.name}: {100 * result.accuracy:.2f} %, {result.rounds} rounds, "

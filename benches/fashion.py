@@ -24,6 +24,8 @@ from offbeat.demo.samples import Samples, accuracy
 NUM_CLASSES = 10
 SHARES = (4, 3, 2, 1)
 """Sizes of the members' shards, in proportion."""
+QUICK_SHARES = (2, 1)
+"""To see that a bench runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Plan:
             all ends at the same time; 0: as fast as it can, and all have the same number of samples.
         lr_factor: Of the rate of the single process, for members.
         averager: Keywords of `AsyncModelAverager`.
+        shares: Sizes of the members' shards, in proportion.
     """
 
     seed: int
@@ -47,6 +50,7 @@ class Plan:
     pass_s: float = 0.0
     lr_factor: float = 1.0
     averager: dict[str, Any] = field(default_factory=dict)
+    shares: tuple[int, ...] = SHARES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +87,21 @@ def samples() -> Samples:
     return Samples.of(found)
 
 
-def shards(labels: torch.Tensor, seed: int, skew: float) -> list[torch.Tensor]:
+def shards(labels: torch.Tensor, plan: Plan) -> list[torch.Tensor]:
     """Deal out all samples to members: of unlike sizes, and of each class another share to each.
 
     Args:
         labels: int64, shape ``[N]``.
-        seed: Of the draw.
-        skew: As `Plan` has it.
+        plan: Has the seed of the draw, and says how unlike they are.
 
     Returns:
         By member the indices of its samples, int64.
     """
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)  # a gamma distribution takes no generator
-    drawn = torch.distributions.Gamma(skew, 1.0).sample((NUM_CLASSES, len(SHARES)))
-    parts: list[list[torch.Tensor]] = [[] for _ in SHARES]
-    for number, weights in enumerate(drawn * torch.tensor(SHARES)):
+    generator = torch.Generator().manual_seed(plan.seed)
+    torch.manual_seed(plan.seed)  # a gamma distribution takes no generator
+    drawn = torch.distributions.Gamma(plan.skew, 1.0).sample((NUM_CLASSES, len(plan.shares)))
+    parts: list[list[torch.Tensor]] = [[] for _ in plan.shares]
+    for number, weights in enumerate(drawn * torch.tensor(plan.shares)):
         own = (labels == number).nonzero().flatten()
         own = own[torch.randperm(len(own), generator=generator)]
         ends = (weights.cumsum(0) / weights.sum() * len(own)).round().long().tolist()
@@ -131,10 +134,10 @@ def member(rank: int, plan: Plan) -> Result:
     loss_fn = nn.CrossEntropyLoss()
     frequencies = []
     labels = samples().train_labels  # which takes seconds the first time: before others wait for this member
-    place = {"rank": rank, "world_size": len(SHARES)}
+    place = {"rank": rank, "world_size": len(plan.shares)}
     with offbeat.AsyncModelAverager(MLP.build(), **place, **plan.averager) as averager:
-        own = shards(labels, plan.seed, plan.skew)[rank]
-        total = plan.epochs * (len(own) if plan.pass_s else len(labels) / len(SHARES))
+        own = shards(labels, plan)[rank]
+        total = plan.epochs * (len(own) if plan.pass_s else len(labels) / len(plan.shares))
         pace_s = plan.pass_s * MLP.batch_size / len(own)
         lr = MLP.lr * plan.lr_factor
         loop = _Loop(averager.model, own, (plan.seed, rank), total=round(total), pace_s=pace_s, lr=lr)

@@ -43,7 +43,7 @@ import machine
 import members
 import offbeat
 from harness import Line
-from recovery import SIZES, make_model
+from recovery import QUICK_SIZES, SIZES, make_model
 
 BATCH = 32
 LEARNING_RATE = 1e-4
@@ -83,9 +83,11 @@ Step = Callable[[torch.Tensor, torch.Tensor], None]
 class Member:
     """All ways to train of one member process."""
 
-    def __init__(self, address: str, every: int, accumulated: int, device: str) -> None:
+    def __init__(self, address: str, given: argparse.Namespace) -> None:
+        every, accumulated, device = given.every, given.accumulated, given.device
         self._device = torch.device(device)
-        self._model = make_model().to(self._device)
+        self._sizes = QUICK_SIZES if given.quick else SIZES
+        self._model = make_model(self._sizes).to(self._device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
         self._loss = nn.CrossEntropyLoss()
         self._every, self._accumulated = every, accumulated
@@ -109,8 +111,8 @@ class Member:
 
     def _data(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(distributed.get_rank())
-        inputs = torch.randn(1024, SIZES[0], generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
-        targets = torch.randint(0, SIZES[-1], (1024,), generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
+        inputs = torch.randn(1024, self._sizes[0], generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
+        targets = torch.randint(0, self._sizes[-1], (1024,), generator=generator).split(BATCH)  # type: ignore[no-untyped-call]
         there = [(x.to(self._device), y.to(self._device)) for x, y in zip(inputs, targets, strict=True)]
         return itertools.cycle(there)
 
@@ -221,10 +223,10 @@ def _loopback() -> int:
 _kept: list[Member] = []
 
 
-def begin(rank: int, address: str, every: int, accumulated: int, device: str) -> None:
+def begin(rank: int, address: str, given: argparse.Namespace) -> None:
     """Make what a member has, in its process."""
     del rank
-    _kept.append(Member(address, every, accumulated, device))
+    _kept.append(Member(address, given))
 
 
 def turn(rank: int, arm: Arm, periods: int) -> Line:
@@ -323,14 +325,16 @@ def main() -> None:
         "--without", action="append", default=[], choices=["gloo", "tcp", "bare"], help="arms of this name"
     )
     parser.add_argument("--device", default="cpu", help="where both members train")
-    parser.add_argument("--quick", action="store_true", help="two rounds of one period: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, two rounds of one period: does it run?"
+    )
     given = parser.parse_args()
     print(json.dumps(machine.describe()))
     rounds = 2 if given.quick else given.rounds
     arms = [arm for arm in ARMS if given.kind in {None, arm.kind} and arm.name not in given.without]
     server = offbeat.ParameterServer(host="127.0.0.1", port=0, transaction="model")
     with server, members.members(2) as group:
-        group.call(begin, server.address, given.every, given.accumulated, given.device, timeout_s=TIMEOUT_S)
+        group.call(begin, server.address, given, timeout_s=TIMEOUT_S)
         found = measure(group, arms, rounds, is_quick=given.quick)
     print()
     print("\n".join(summary(found, {"averaging": given.every, "accumulating": given.accumulated})))

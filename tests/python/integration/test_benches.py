@@ -1,7 +1,11 @@
-"""The benches run from end to end, at sizes that take no time; what they find here means nothing."""
+"""The benches run from end to end, at sizes that take no time; what they find here means nothing.
+
+Of `run.py` its own parts do: what takes long is left out here (memory, limits, the store, training an MLP).
+"""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +56,32 @@ def test_diloco_with_a_slow_worker_is_timed_both_ways():
         slow, *others = map(float, line.partition("by worker ")[2].partition(";")[0].split(", "))
         assert slow < max(others)
     assert "times sooner" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # up to three processes import torch, on a machine that may be busy
+@pytest.mark.parametrize(
+    ("script", "arguments", "compared"),
+    [
+        ("recovery.py", (), ["cost of saving every 50 steps"]),
+        (
+            "overlap.py",
+            (),
+            ["cost of averaging, gloo", "cost of averaging, tcp", "cost of accumulating, gloo"],
+        ),
+        ("convergence.py", ("--methods", "average,gossip"), ["average ", "gossip "]),
+        ("adaptive.py", (), ["adaptive, loss_variance"]),
+    ],
+    ids=["recovery", "overlap", "convergence", "adaptive"],
+)
+def test_what_is_compared_with_a_target_is_judged_in_the_end(script, arguments, compared):
+    done = run_bench(script, "--quick", *arguments, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    judged = [line for line in done.stdout.splitlines() if re.search(r"target: .*: (met|MISSED)\b", line)]
+    assert len(judged) == len(compared)
+    for line, name in zip(judged, compared, strict=True):
+        assert line.startswith(name)
+    assert done.stdout.splitlines()[-1].startswith("load afterwards: ")
 
 
 def test_two_wheels_are_measured_in_turns_each_by_its_own_code(tmp_path):
