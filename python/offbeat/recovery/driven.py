@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import distributed, nn
 
 from offbeat import trained_by
+from offbeat.errors import StateError
 from offbeat.history import History, Record
 from offbeat.local.group import group_of, is_alike
 from offbeat.local.log_lines import Skipped
@@ -227,8 +228,18 @@ class Trained(Trainee):
 
         Members of a group meet in here, and see that their models are the same; what has grown in each by
         itself is no longer of the same size.
+
+        Raises:
+            StateError: If some met by what was at work in their states, and others trained without a meeting.
         """
         is_met = self._group() is not None
+        if not self.agree(self._trainer.meets_in_group(state["trainer"])):
+            raise StateError(
+                f"this member's checkpoint is of {_shown_stage(state['trainer'])}, and it cannot go on with "
+                f"another's: some are of before members met in the process group, and some of after. Move "
+                f"the save-* folders of the later epoch out of the checkpoint_dir of those that are ahead, "
+                f"so that all go on from the one before; or begin anew, with other directories"
+            )
         if not is_met:
             self._take_buffers(state)
         self._load_model(state)
@@ -251,3 +262,10 @@ class Trained(Trainee):
 
     def _classes(self) -> dict[str, str | None]:
         return {"wrapper": type(self._trainer).__name__} | self._trainer.classes
+
+
+def _shown_stage(state: dict[str, Any]) -> str:
+    stage = state["stage"]
+    return (
+        "a run that had not begun" if stage is None else f"epoch {stage['epoch']}, strategy {stage['kind']}"
+    )

@@ -1,5 +1,8 @@
 """What of a trainer is asked for by whoever has the loop: itself, or a `FaultTolerantTrainer`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -124,6 +127,13 @@ class Driveable:
     def needs_group(self) -> bool:
         """Whether a strategy's members are a process group of torch's. For `FaultTolerantTrainer`."""
         return self._places.need_group(self._stage.schedule.values())
+
+    def meets_in_group(self, state: Mapping[str, Any]) -> bool:
+        """Whether members of a group met by what was at work in a state. For `FaultTolerantTrainer`."""
+        stage = state["stage"]
+        return stage is not None and self._places.need_group(
+            [settings.kind_at(self._stage.schedule, stage["epoch"])]
+        )
 
     @property
     def averages_at_a_server(self) -> bool:

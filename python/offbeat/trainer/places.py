@@ -62,6 +62,16 @@ class Places:
         """Tell whether some strategy's members are a process group of torch's."""
         return any(kind == "accumulate" or (_averages(kind) and not self.are_served) for kind in kinds)
 
+    def group_of_members(self) -> "distributed.ProcessGroup | None":
+        """Give the process group in which strategies that need one meet; None: this process is alone.
+
+        Raises:
+            ConfigError, StateError, ConnectError: As `Meeting.join`.
+        """
+        if self.are_served:  # of those that average: "accumulate" meets where no backend is named
+            return group_of(self.group)
+        return self.meeting.group_of_members()
+
     @property
     def meeting(self) -> Meeting:
         """Where those meet that average."""

@@ -106,7 +106,7 @@ class Served(Strategy):
         They go on from the first one's model, and what that has pulled last lacks what others pushed since.
         """
         workshop = self.workshop
-        group = workshop.places.meeting.group_of_members()
+        group = workshop.places.group_of_members()
         if self.worker is None or group is None or distributed.get_world_size(group) == 1:
             return
         check_device(group, workshop.device)

@@ -1,20 +1,24 @@
 """AsyncTrainer whose members push to a parameter server for a while, and average in a process group after it.
 
 What they have trained goes on from the one into the other, but for the way back: a server that has a model
-goes on with that.
+goes on with that. Checkpoints of before a first meeting and of after it are no run of members together.
 """
 
+import shutil
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
+from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConnectionLostError, StateError
+from offbeat.recovery.saver import Saver
 from support.averaging import warned
+from support.fault_tolerant import waited
 from support.group import together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -256,3 +260,38 @@ def test_what_members_cannot_go_on_with_together_is_told_and_hangs_nowhere(
         assert said.startswith(expected)
         assert left == 0
     assert all(worker["state"] in {"finished", "left"} for worker in server.status()["workers"])
+
+
+def gone_on_apart(rank, folder):
+    """Go on from checkpoints of two epochs, in one of which members met, and then of one; say how it went."""
+    Saver.save = waited(Saver.save)
+    ours, own, said = model(), folder / str(rank), []
+    for epochs, is_moved in ((2, False), (3, rank == 0), (3, rank == 1)):
+        for checkpoint in own.glob("save-*"):
+            if is_moved and not checkpoint.name.endswith("-step-8"):
+                shutil.rmtree(checkpoint)
+        with offbeat.AsyncTrainer(ours, 0, 1, EVERY, strategy={0: "local", 1: "average"}) as member:
+            trainer = offbeat.FaultTolerantTrainer(member, own, checkpoint_frequency=8)
+            try:
+                history = trainer.train(
+                    dataset=TensorDataset(*map(torch.cat, zip(*data_of(rank), strict=True))),
+                    batch_size=8,
+                    epochs=epochs,
+                    optimizer=optim.SGD(lr=0.1),
+                    loss_fn=LOSS,
+                )
+            except StateError as error:
+                said.append(str(error))
+            else:
+                said.append((history.stopped, history.steps))
+    return said
+
+
+def test_checkpoints_of_before_and_after_the_first_meeting_are_refused_in_all_members(tmp_path):
+    found = together(gone_on_apart, 2, tmp_path)
+    for (begun, told, ended), where in zip(
+        found, ["epoch 0, strategy 'local'", "epoch 1, strategy Average()"], strict=True
+    ):
+        assert begun == ("epochs", 2 * BATCHES)
+        assert f"this member's checkpoint is of {where}, and it cannot go on with another's" in told
+        assert ended == ("epochs", 3 * BATCHES)
