@@ -7,7 +7,7 @@ DDP made of it are one here: each side may be given either.
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.wrappers import inside
@@ -20,8 +20,10 @@ __all__ = [
     "Watcher",
     "act_on_updates",
     "admits",
+    "averaged",
     "has_dropped",
     "is_lost",
+    "is_wanted",
     "is_watched",
     "keepers_of",
     "moved",
@@ -61,11 +63,13 @@ class Watcher(Protocol):
             where it may.
         has_dropped: Whether it let no gradient of the batch be used whose loss it was told last.
         is_lost: Whether parameters are not finite, as far as it has seen.
+        wants: Names of the numbers that it makes something of.
     """
 
     acts_on_updates: Sequence[object]
     parts_members: str
     has_dropped: bool
+    wants: Collection[str]
 
     @property
     def is_lost(self) -> bool:
@@ -91,6 +95,9 @@ class Watcher(Protocol):
 
     def moved(self) -> None:
         """Hear that this is done; of buffers, too."""
+
+    def averaged(self, readings: Mapping[str, Any]) -> None:
+        """Take numbers of a round of averaging, between two steps: of the one that was made last."""
 
     def was_set(self, thing: object, name: str) -> None:
         """Hear that an attribute of what trains the module is not as the watcher may have set it any more."""
@@ -172,6 +179,11 @@ def is_watched(module: "nn.Module") -> bool:
     return bool(_watchers.of(module))
 
 
+def is_wanted(module: "nn.Module", reading: str) -> bool:
+    """Tell whether anybody who hears of a module's training makes something of a number: it may be dear."""
+    return any(reading in watcher.wants for watcher in _watchers.of(module))
+
+
 def keepers_of(module: "nn.Module") -> list[Keeper]:
     """Give those that hear of a module's training and keep a state."""
     return [watcher for watcher in _watchers.of(module) if isinstance(watcher, Keeper)]
@@ -205,6 +217,12 @@ def moved(module: "nn.Module") -> None:
     """Tell a module's watchers that a round has moved it, with its buffers, and the next step is to come."""
     for watcher in _watchers.of(module):
         watcher.moved()
+
+
+def averaged(module: "nn.Module", **readings: object) -> None:
+    """Tell a module's watchers, between two steps, what a round of averaging has shown."""
+    for watcher in _watchers.of(module):
+        watcher.averaged(readings)
 
 
 def was_set(module: "nn.Module", thing: object, name: str) -> None:

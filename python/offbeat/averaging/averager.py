@@ -140,6 +140,9 @@ class AsyncModelAverager:
         (2, 5)
     """
 
+    averages_models = True
+    """For `AsyncTrainingMonitor`: it tells how far members were from their mean, where there are others."""
+
     @known_keywords
     def __init__(  # noqa: PLR0917  all that say which member this is, how often it averages and where
         self,

@@ -50,6 +50,9 @@ PACE_NAMES = "averaging_policy", "averaging_frequency", "min_averaging_frequency
 TRAINED = "trained parameters"
 """What says which parameters are, among the terms that members tell a server."""
 
+NUM_MARKS = 4
+"""Numbers by which members tell whether they are set alike, and whether they want the same."""
+
 MOST_TERMS = 1000
 """Characters of the terms that members tell a server, which takes 1024 bytes."""
 
@@ -95,6 +98,8 @@ class Said:
         is_finite: Its parameters are.
         keeps: The method keeps something, which is old where rounds go by without this member.
         are_means_read: The means that are heard are read alone, and may go on being another's.
+        drift: Square distance of its parameters from the members' mean in the round before; None: it was not
+            measured.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -118,6 +123,7 @@ class Said:
     is_finite: bool = True
     keeps: bool = False
     are_means_read: bool = False
+    drift: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,7 @@ class Heard:
         is_brought: What this member said is in it; else it is still to be said, and counts in a later round.
         has_missed: Rounds have gone by without this member since it has heard the means of one.
         num_not_finite: Members whose parameters are not, as far as this one is told: at a server itself.
+        drift: Mean over those that had one, as the metric.
     """
 
     means: Flat
@@ -156,6 +163,7 @@ class Heard:
     is_brought: bool = True
     has_missed: bool = False
     num_not_finite: int = 0
+    drift: float | None = None
 
 
 class Members(Protocol):
@@ -291,6 +299,7 @@ class Alone:
             said.metric,
             said.rate,
             said.statistics,
+            drift=said.drift,
         )
 
     def of_before(
@@ -568,6 +577,7 @@ class Group:
 
     def _heard(self, facts: Sequence[float], means: Flat, statistics: torch.Tensor) -> Heard:
         weight, samples, num_at_work, num_not_finite, metrics, num_metrics, rates, *marks = facts
+        drifts, num_drifts = (*marks[NUM_MARKS:], 0.0, 0.0)[:2]  # which older states of pairs do not have
         return Heard(
             means,
             weight,
@@ -579,15 +589,17 @@ class Group:
             is_same=not is_other(marks[0], marks[1], self.size),
             are_agreed=not is_other(marks[2], marks[3], self.size),
             num_not_finite=round(num_not_finite),
+            drift=drifts / num_drifts if num_drifts else None,
         )
 
 
 def _facts(said: Said) -> list[float]:
     """Give what members add up besides their models."""
     metric = (0.0, 0.0) if said.metric is None else (said.metric, 1.0)
+    drift = (0.0, 0.0) if said.drift is None else (said.drift, 1.0)  # in all members: sums are of one size
     marks = said.mark, said.mark**2, said.want, said.want**2
     sizes = said.weight, said.samples, float(said.is_at_work), float(not said.is_finite)
-    return [*sizes, *metric, said.samples * said.rate, *marks]
+    return [*sizes, *metric, said.samples * said.rate, *marks, *drift]
 
 
 def _said(name: str, value: object) -> str:

@@ -58,6 +58,8 @@ class Outcome:
         is_averaged: Somebody had something to add; in a round of twos, this member or its partner.
         metric: Mean over the members that had one; None likewise where nothing was added.
         drift: Square distance of this member's parameters from the members' mean, over all fragments.
+        variance: Mean over members of the drifts of the round before, at a server this member's own; None:
+            nobody has told one.
         is_finite: This member's parameters were, or may still be brought to those of one whose are.
         is_mended: There were others', which they have been brought to.
         are_agreed: All members want the same: the method, which parameters are trained, and their `wish`.
@@ -69,6 +71,7 @@ class Outcome:
     is_averaged: bool
     metric: float | None
     drift: float | None
+    variance: float | None
     is_finite: bool
     is_mended: bool
     are_agreed: bool | None
@@ -118,6 +121,9 @@ class _UnderWay:
     iterations_before: int
     was_apart: bool
     writes: Writes
+    measures_drift: bool
+    has_trained: bool
+    untold: float | None
 
 
 class Rounds:
@@ -127,6 +133,7 @@ class Rounds:
         number: Rounds begun.
         num_bytes: Sent by this member, in all rounds: what it has added to the sums, or sent to its partners.
         goes_on: The model is trained on while a round is under way; of those that begin from here on.
+        measures_drift: Outcomes are to have a drift; likewise.
         wanted_method: What is to be made of the mean after the round in which all members have come to want
             it. What the method before has kept is forgotten then; a reference is, to begin with, the first
             mean, and velocities begin at 0.
@@ -150,14 +157,14 @@ class Rounds:
             members: Who takes part.
             method: What is made of their mean.
             goes_on: See there.
-            measures_drift: Outcomes are to have a drift.
+            measures_drift: See there.
         """
         self.number = self.num_bytes = 0
         self.wanted_method = method
         self._trained = Trained(parameters)
         self._members = members
         self.goes_on = goes_on
-        self._measures_drift = measures_drift
+        self.measures_drift = measures_drift
         self._statistics = Statistics(model)
         self._under_way: _UnderWay | None = None
         self._room = Room(3)  # for what this member was, what it sends, and a server's mean
@@ -166,6 +173,7 @@ class Rounds:
         self._samples: list[int] = [0]
         self._iterations = 0
         self._drifts: list[float | None] = []
+        self._untold: float | None = None  # drift of the newest round, which the next one tells the others
         self._are_apart = [False]
         self._lay_out(is_begun=True)
 
@@ -236,7 +244,7 @@ class Rounds:
         elif not self._count_alike:
             led_to = self._trained.new_among(trained, progress.samples).items()
             new = {number: max(num, NEXT_TO_NOTHING) * is_finite for number, num in led_to}
-        needs_own = is_pairwise or self.goes_on or self._measures_drift or self.method.has_centre
+        needs_own = is_pairwise or self.goes_on or self.measures_drift or self.method.has_centre
         is_apart = needs_own and not is_pairwise  # who meet in twos write to neither
         plan = _Plan(self.wanted_method, self._trained.wish(max(self._samples)))
         wanted = _Wanted(plan, progress.asked)
@@ -262,6 +270,7 @@ class Rounds:
             is_finite=is_finite,
             keeps=bool(self.method.keeps),
             are_means_read=self.method.reads_mean,
+            drift=self._untold,
         )
         with _told_of(self.number + 1):
             self._members.begin(said)
@@ -279,7 +288,11 @@ class Rounds:
             self._iterations,
             self._are_apart[fragment],
             self._trained.writes(),
+            self.measures_drift,
+            progress.is_at_work and progress.samples > self._samples[fragment],
+            self._untold,
         )
+        self._untold = None
         if not is_pairwise or partner is not None:
             self.num_bytes += sum(flat.nbytes for flat in (*own.values(), said.statistics))
         self._samples[fragment], self._iterations = progress.samples, progress.iterations
@@ -313,6 +326,7 @@ class Rounds:
             self._samples[round_.fragment] = round_.samples_before
             self._iterations = round_.iterations_before
             self._are_apart[round_.fragment] = round_.was_apart
+            self._untold = round_.untold
         if heard.has_missed:
             self._memories[round_.fragment].begin_anew()
         wanted = heard.wanted if isinstance(heard.wanted, _Wanted) else round_.wanted
@@ -320,6 +334,8 @@ class Rounds:
             outcome = self._go_halfway(round_, heard, wanted)
         else:
             outcome = self._go_with_all(round_, heard, wanted, has_moved=iterations > round_.iterations)
+        if outcome.drift is not None and self._is_to_tell(round_):
+            self._untold = outcome.drift
         if heard.is_brought and heard.weight:
             are_alike = not round_.is_pairwise and not self.method.has_centre
             self._trained.note_met(round_.parameters, are_alike=are_alike)
@@ -378,6 +394,7 @@ class Rounds:
             "iterations": self._iterations if round_ is None else round_.iterations_before,
             "method": shown(self.method),
             "drifts": list(self._drifts),
+            "untold": self._untold if round_ is None else round_.untold,
             "memories": [memory.state_dict() for memory in self._memories],
             "kept_of": [self._trained.places(memory.parameters) for memory in self._memories],
             "are_apart": are_apart,
@@ -451,6 +468,7 @@ class Rounds:
         self._members.resume(state["heard"])
         self._take_counts(state)
         self._drifts = list(state["drifts"])
+        self._untold = state.get("untold")  # which older states do not have
         for memory, places, kept in zip(self._memories, self._kept_of(state), state["memories"], strict=True):
             memory.fit([self._trained.parameters[place] for place in places])
             memory.load_state_dict(kept)
@@ -543,6 +561,14 @@ class Rounds:
         trained = [[p for p in fragment if state["are_trained"][p]] for fragment in self._fragments]
         return [list(places) for places in state.get("kept_of", trained)]
 
+    def _is_to_tell(self, round_: _UnderWay) -> bool:
+        """Whether the others are to hear how far this member was from the mean.
+
+        Not of one that has trained nothing, nor where it was the only one: its 0 would be what is usual, and
+        whoever joins it an alert. Where each arrives alone there is no mean.
+        """
+        return round_.has_trained and self._members.size > 1 and not self._members.arrives_alone
+
     def _drift(self, round_: _UnderWay, means: Flat) -> float | None:
         """Measure how far this member was from the mean, with what was last found of the other fragments."""
         assert round_.own is not None  # noqa: S101  it is kept where drift is measured
@@ -560,7 +586,9 @@ class Rounds:
     def _go_with_all(self, round_: _UnderWay, heard: Heard, wanted: _Wanted, *, has_moved: bool) -> Outcome:
         drift = None
         if heard.weight:
-            if self._measures_drift and round_.is_finite:
+            if not round_.measures_drift:
+                self._drifts[round_.fragment] = None  # what is known of it would be of long ago
+            elif round_.is_finite:
                 drift = self._drift(round_, heard.means)
             if heard.samples:
                 self._follow_rate(round_.fragment, heard.rate)
@@ -574,6 +602,7 @@ class Rounds:
             is_averaged=heard.weight > 0 or can_go_back,
             metric=heard.metric if heard.weight else None,
             drift=drift,
+            variance=heard.drift,
             is_finite=round_.is_finite or not heard.is_brought,  # the server is away: the mean is to come
             is_mended=heard.weight > 0 or can_go_back,
             are_agreed=heard.are_agreed,
@@ -621,6 +650,7 @@ class Rounds:
             is_averaged=met is not None and (round_.is_at_work or met.is_at_work),
             metric=heard.metric,
             drift=drift,
+            variance=heard.drift,
             is_finite=round_.is_finite or is_to_wait,
             is_mended=met is not None,
             are_agreed=heard.are_agreed,
@@ -640,7 +670,7 @@ class Rounds:
                 parameter.add_(way)
         taken = round_.statistics.values
         self._statistics.settle(taken + (met.statistics - taken) * 0.5, round_.statistics)
-        if not self._measures_drift:
+        if not round_.measures_drift:
             return None
         # Of two that are drawn at random this is by so much less than of each one from the mean of all.
         num = self._members.size

@@ -448,6 +448,7 @@ class Served:
             are_agreed=are_agreed,
             has_missed=has_missed,
             num_not_finite=int(not said.is_finite),
+            drift=said.drift,
         )
 
     def _look_for_missed(self) -> None:

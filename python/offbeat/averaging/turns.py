@@ -216,11 +216,11 @@ class Turns:
             num_at_work = 1
             while num_at_work:  # once more where one has come as the others were about to be through
                 while num_at_work:
-                    self.rounds.begin(self._progress(owner, is_at_work=False))
+                    self._begin(owner, self._progress(owner, is_at_work=False))
                     num_at_work = self.finish(owner).num_at_work
                     self._check_there()
                 while self.rounds.are_apart:
-                    self.rounds.begin(self._progress(owner, is_at_work=False), meets_all=True)
+                    self._begin(owner, self._progress(owner, is_at_work=False), meets_all=True)
                     outcome = self.finish(owner)
                     if outcome.is_averaged:
                         self.course.count_round(outcome.drift)
@@ -273,6 +273,7 @@ class Turns:
             self._agreement.count(
                 are_agreed=outcome.are_agreed, kept=before, rank=self._rank, wishes=self.wishes()
             )
+        _tell_variance(owner, outcome)  # last: who hears of it may end the run, or want another frequency
         return outcome
 
     def wishes(self) -> list[str]:
@@ -357,9 +358,14 @@ class Turns:
             self.course.end_round()
             self._agree(owner, self.timing.asked())
             return
-        self.rounds.begin(progress)
+        self._begin(owner, progress)
         if waits or self.timing.overlap is False:
             self.finish(owner)
+
+    def _begin(self, owner: Owner, progress: Progress, *, meets_all: bool = False) -> None:
+        is_wanted = trained_by.is_wanted(owner.model, "parameter_variance")
+        self.rounds.measures_drift = self.gauge.needs_drift or is_wanted
+        self.rounds.begin(progress, meets_all=meets_all)
 
     def _agree(self, owner: Owner, asked: Asked) -> None:
         """Follow what all members have wanted."""
@@ -445,6 +451,11 @@ class Turns:
     def _measured(self, owner: Owner) -> float | None:
         """Give the metric that the pace goes by, of what was trained since the last round began."""
         return self.gauge.measure(owner, self.course, (parameter for _, parameter in self.named))
+
+
+def _tell_variance(owner: Owner, outcome: Outcome) -> None:
+    if outcome.variance is not None:
+        trained_by.averaged(owner.model, parameter_variance=outcome.variance)
 
 
 def setting_of(timing: Timing, gauge: Gauge) -> list[object]:

@@ -4,8 +4,8 @@ Hooks hold it weakly: a monitor that nobody keeps hears no more.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,11 +23,17 @@ __all__ = ["Attachment"]
 
 Keep = Callable[[], dict[str, Any]]
 Bring = Callable[[Mapping[str, Any]], None]
-Hear = Callable[[Mapping[str, Any]], None]
 JudgeStep = Callable[[torch.optim.Optimizer | None], bool]
 Forget = Callable[[], None]
 WasSet = Callable[[object, str], None]
 IsLost = Callable[[], bool]
+
+
+class Hear(Protocol):
+    """Takes readings of the step under way, or of the one that was made last."""
+
+    def __call__(self, readings: Mapping[str, Any], *, is_made: bool = False) -> None:
+        """Take them."""
 
 
 class Attachment:
@@ -39,6 +45,7 @@ class Attachment:
         acts_on_updates: By what settings the monitor may change an update; empty where it may not.
         parts_members: Why its members would part where they share updates; empty where they would not.
         has_dropped: Whether it dropped those of the batch whose loss it heard last.
+        wants: Names of the readings that the monitor judges.
         keeps_for: The class whose state it gives, as a user knows it.
     """
 
@@ -46,6 +53,7 @@ class Attachment:
     acts_on_updates: Sequence[object] = ()
     parts_members = ""
     has_dropped = False
+    wants: Collection[str] = ()
 
     def __init__(
         self,
@@ -114,6 +122,12 @@ class Attachment:
         trainers = [] if model is None else trained_by.trainers_of(model)
         return any(getattr(trainer, "shares_updates", False) for trainer in trainers)
 
+    def are_averaged(self) -> bool:
+        """Whether something averages the model with others', now or later, and tells what that shows."""
+        model = self._model()
+        trainers = [] if model is None else trained_by.trainers_of(model)
+        return any(getattr(trainer, "averages_models", False) for trainer in trainers)
+
     def is_lost_now(self) -> bool:
         """Whether parameters of the model are not finite; waits for the device."""
         model = self._model()
@@ -159,6 +173,12 @@ class Attachment:
         if (buffers := self._buffers) is not None:
             buffers.look()
             buffers.keep()
+
+    def averaged(self, readings: Mapping[str, Any]) -> None:
+        """Hear what a round has shown. The step is made, and the gradient of the next is to come."""
+        if (hear := self._hear()) is not None:
+            hear(readings, is_made=True)
+            self._forget_gradients()
 
     def look_for_skipped(self) -> None:
         """See whether a GradScaler has skipped a step of a user's loop, of which no hook hears."""

@@ -60,9 +60,9 @@ class AsyncTrainingMonitor:
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and
     how far the parameters move, before each step of any torch optimizer that has them; from whatever of ours
-    trains the model (worker, accumulator, averager, trainers) its losses, and the staleness of a worker's
-    pushes that were applied. Call `observe` before the optimizer's step, so that the step's gradient can be
-    dropped for what was observed.
+    trains the model (worker, accumulator, averager, trainers) its losses, the staleness of a worker's pushes
+    that were applied, and how far members that are averaged have been from their mean. Call `observe` before
+    the optimizer's step, so that the step's gradient can be dropped for what was observed.
 
     A monitor acts as long as it is kept; `close()`, or the end of a `with` block, lets go of its remedies.
 
@@ -70,8 +70,11 @@ class AsyncTrainingMonitor:
         model: Whose training it is. None: only what is observed counts.
         divergence_metrics: What is judged: "loss", "loss_variance" (of five losses one after the other, and
             judged by its root, as "parameter_variance" is), "gradient_norm", "update_ratio" (how far a step
-            moves the parameters, by their norm), "staleness", "parameter_variance" (among members; only as
-            observed), "non_finite" (elements of the gradient).
+            moves the parameters, by their norm), "staleness", "parameter_variance" (the square distance of a
+            member's parameters from the members' mean, as a round of averaging begins; the mean over those
+            members of a process group whose monitors judge it, which all of them hear in the next round, and
+            by gossip, where it is estimated from pairs, some rounds later; at a server each hears its own),
+            "non_finite" (elements of the gradient).
         alert_threshold: The share of the upper edge's size by which the limit is above it: 0.5 is half as
             much again.
         remediation_strategy: A remedy, or a list of them in order: the first alert takes the first one, and
@@ -236,6 +239,7 @@ class AsyncTrainingMonitor:
                 may_drop=not DROPPING.isdisjoint(settings.names),
             )
             self._attachment.parts_members = settings.parts_members
+            self._attachment.wants = frozenset(settings.metrics)
             if settings.act_on_updates:  # as all of these say
                 numbers = [float(alert_threshold), warm_up, patience, quiet_steps, float(lr_factor)]
                 self._attachment.acts_on_updates = [*settings.names, *settings.metrics, *numbers]
@@ -266,7 +270,8 @@ class AsyncTrainingMonitor:
             gradient_norm: As `clip_grad_norm_` returns it.
             update_ratio: ‖change of the parameters‖ / ‖parameters‖.
             staleness: In updates.
-            parameter_variance: Of the members' parameters around their mean.
+            parameter_variance: Of the members' parameters around their mean: of the squares of their
+                distances from it, the mean.
             non_finite: Elements that are NaN or infinite.
 
         Returns:
@@ -607,6 +612,8 @@ class AsyncTrainingMonitor:
     def _warn_of_silence(self) -> None:
         """Say which metrics nobody has measured so far: their alerts would be waited for in vain."""
         silent = [metric for metric in self._metrics if not self._course.has_seen(metric)]
+        if self._attachment is not None and self._attachment.are_averaged():  # once there are two rounds
+            silent = [metric for metric in silent if metric != "parameter_variance"]
         if silent:
             names = dict.fromkeys("loss" if metric == "loss_variance" else metric for metric in silent)
             observed = ", ".join(f"{name}=…" for name in names)

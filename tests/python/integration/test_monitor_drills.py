@@ -1,11 +1,15 @@
 """Faults in real training: with each remedy it ends within two points of a run without fault; without, not.
 
-The thresholds are the default's everywhere, in the drills and in the ten runs without a fault. Some faults do
-no harm on the digits, which are learnt too quickly: these drills need Fashion-MNIST.
+Every drill, and every run without a fault, is judged at the default thresholds, of which `alert_threshold` is
+a half; no drill sets another `warm_up` or `patience` than the default's. Of runs without a fault ten each
+raise no alert: in a loop of one's own, by what each step shows; of members of a group that average, by their
+variance, as in the drill on them. Some
+faults do no harm on the digits, which are learnt too quickly: these drills need Fashion-MNIST.
 """
 
 import contextlib
 import functools
+import inspect
 import statistics
 import threading
 
@@ -15,7 +19,18 @@ import torch
 from offbeat import AsyncTrainer, AsyncTrainingMonitor
 from offbeat.demo import data as fashion_mnist
 from offbeat.monitor.alert import is_finite
-from support.drills import NUM_STEPS, POINT, Crowd, Fleet, Kept, LocalSgd, Run, flipped
+from support.drills import (
+    NUM_STEPS,
+    POINT,
+    REPLICAS,
+    Crowd,
+    Fleet,
+    Kept,
+    Run,
+    flipped,
+    replica,
+)
+from support.group import together
 
 TWO_POINTS = 2 * POINT
 
@@ -30,6 +45,12 @@ def clean(kind, seed, **keywords):
     with contextlib.ExitStack() as stack:
         run = kind(stack, seed, **keywords) if kind is Fleet else kind(seed, **keywords)
         return run.train()
+
+
+@functools.cache
+def clean_replicas(seed):
+    """Give what members that average make of a run without a fault."""
+    return together(replica, REPLICAS, seed)
 
 
 def assert_mended(guarded, *, unguarded, without_fault):
@@ -160,20 +181,19 @@ def test_a_paused_run_waits_until_somebody_has_mended_it():
 
 
 @on_fashion
-def test_replicas_whose_shards_become_unlike_average_more_often():
-    without_fault, unguarded = clean(LocalSgd, 1), LocalSgd(1).train(sorted_from=500)
-    run = LocalSgd(1)
-    with AsyncTrainingMonitor(
-        None,
-        ["parameter_variance"],
-        remediation_strategy="increase_sync_frequency",
-        acts_on=run,
-        warm_up=10,
-        patience=1,
-    ) as monitor:
-        guarded = run.train(sorted_from=500, monitor=monitor)
-        assert run.averaging_frequency < 25
-    assert run.averaging_frequency == 25
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_whose_shards_become_unlike_average_more_often(seed):
+    (without_fault, *_), *_ = clean_replicas(seed)
+    (unguarded, *_), *_ = together(replica, REPLICAS, seed, 540)
+    first, *others = together(replica, REPLICAS, seed, 540, True)
+    assert all(other == first for other in others), "they see the same, act alike, and have one model"
+    guarded, steps, _, frequencies = first
+    assert steps[0] == 580, "the round after 560 is the first of the fault, and all hear of it in the next"
+    assert frequencies[539] == 20
+    assert frequencies[-2] <= 5
+    assert frequencies[-1] == 20, "once the monitors let go"
     assert_mended(guarded, unguarded=unguarded, without_fault=without_fault)
 
 
@@ -372,3 +392,18 @@ def test_a_run_without_a_fault_raises_no_alert(seed):
         "update_ratio": NUM_STEPS - 1,
         "non_finite": NUM_STEPS,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(10))
+def test_members_that_average_without_a_fault_raise_no_alert(seed):
+    for _, alerts, num_seen, frequencies in clean_replicas(seed):
+        assert alerts == []
+        assert num_seen == 37, "of 38 rounds, each told in the next one"
+        assert set(frequencies) == {20}
+
+
+def test_the_threshold_of_all_of_them_is_a_half():
+    parameters = inspect.signature(AsyncTrainingMonitor).parameters
+    assert parameters["alert_threshold"].default == 0.5

@@ -138,49 +138,43 @@ class Kept:
         return accuracy(self.model, change if change_in.stop is None else None)
 
 
-class LocalSgd:
-    """Replicas that train on shards of their own and average every so many steps, in one process."""
+REPLICAS = 3
+"""Members of a process group, each with an averager and a monitor of its own."""
 
-    def __init__(self, seed, num_replicas=5, num_steps=750):
-        self.averaging_frequency = 25
-        self.seed, self.num_steps = seed, num_steps
-        self.models = [network(seed) for _ in range(num_replicas)]
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.03, momentum=0.9) for m in self.models]
+REPLICA_STEPS = 760
+"""In 38 rounds: the warm-up's 25 values, each known one round later, and some to judge and to act in."""
 
-    def train(self, *, sorted_from=None, monitor=None):
-        """Give the accuracy at the end; from a step on each shard has the pictures of two classes only."""
-        n = len(self.models)
-        like = [slice(i, None, n) for i in range(n)]
-        by_class = data().labels.argsort().tensor_split(n)
-        shards, unlike = (
-            [batches(10 * self.seed + i, share, self.num_steps, 32) for i, share in enumerate(shares)]
-            for shares in (like, by_class)
-        )
-        since = 0
-        for step in range(self.num_steps):
-            if step == sorted_from:
-                shards = unlike
-            for model, optimizer, shard in zip(self.models, self.optimizers, shards, strict=True):
-                images, labels = next(shard)
+
+def replica(rank, seed, sorted_from=None, is_guarded=False):
+    """Be one of them; from a step on the pictures of each one's shard are of a third of the classes.
+
+    Returns:
+        The accuracy at the end, the steps of alerts, how many values the monitor had, and the frequency that
+        was in force after each step, and after the end.
+    """
+    model = network(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    remedy = "increase_sync_frequency" if is_guarded else "alert"
+    like = slice(rank, None, REPLICAS)
+    by_class = data().labels.argsort().tensor_split(REPLICAS)[rank]
+    shard, unlike = (batches(10 * seed + rank, share, REPLICA_STEPS) for share in (like, by_class))
+    frequencies = []
+    with offbeat.AsyncModelAverager(model, averaging_frequency=20, overlap=False) as averager:
+        with offbeat.AsyncTrainingMonitor(
+            model, ["parameter_variance"], remediation_strategy=remedy
+        ) as monitor:
+            for step in range(REPLICA_STEPS):
+                images, labels = next(shard if sorted_from is None or step < sorted_from else unlike)
                 optimizer.zero_grad()
                 functional.cross_entropy(model(images), labels).backward()
                 optimizer.step()
-            since += 1
-            if since >= self.averaging_frequency:
-                since = 0
-                variance = self._average()
-                if monitor is not None:
-                    monitor.observe(step, parameter_variance=variance)
-        self._average()
-        return accuracy(self.models[0])
-
-    @torch.no_grad()
-    def _average(self):
-        flat = torch.stack([nn.utils.parameters_to_vector(m.parameters()) for m in self.models])
-        mean = flat.mean(0)
-        for model in self.models:
-            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
-        return (flat - mean).square().sum(1).mean()
+                averager.step(len(labels), optimizer=optimizer)
+                frequencies.append(averager.averaging_frequency)
+            report = monitor.report()
+        averager.flush()
+        frequencies.append(averager.averaging_frequency)
+    num_seen = report.series["parameter_variance"].num_seen
+    return accuracy(model), [alert.step for alert in report.alerts], num_seen, frequencies
 
 
 class Crowd:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from offbeat import AsyncGradientAccumulator, AsyncTrainingMonitor, trained_by
+from offbeat import AsyncGradientAccumulator, AsyncModelAverager, AsyncTrainingMonitor, trained_by
 from offbeat.errors import ClosedError, ConfigError, StateError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor import Alert, Recovery
@@ -351,6 +351,17 @@ def test_a_metric_that_nobody_measures_is_told_of_once(caplog):
     assert "nobody has measured loss, loss_variance, parameter_variance:" in said
     assert "monitor.observe(step, loss=…, parameter_variance=…)" in said
     assert trained(101, metrics, ("loss", "parameter_variance")) == []
+
+
+def test_of_what_an_averager_tells_once_there_are_two_rounds_nobody_is_asked_to_observe_it(caplog):
+    ours = AsyncModelAverager(net(), averaging_frequency=200, process_group=False)
+    optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.01)
+    with AsyncTrainingMonitor(ours.model, ["loss", "parameter_variance"]):
+        for _ in range(101):
+            ours.model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    (said,) = [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
+    assert "nobody has measured loss:" in said
 
 
 @pytest.mark.parametrize("length", [10, MOST_POINTS + 1, 10 * MOST_POINTS])
