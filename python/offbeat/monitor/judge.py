@@ -46,6 +46,14 @@ LEAST_FALL = 0.01
 FALL_OF_LONG = 0.1
 """Likewise, in the hundred steps or so after all was taken: less may be noise."""
 
+LASTING = frozenset({"staleness"})
+"""Of which one value is no alert, however far out it is. A thread that stands still for a moment, on a busy
+machine, makes one push late by 55 updates where others are by 3: of six runs without a fault, each of four
+workers at speeds of their own, one gave an alert for that. What is wrong with a worker lasts."""
+
+LEAST_LASTING = 2
+"""Values above the limit, of a worker's last few: one who is late in every second push is late."""
+
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
 model of before still when its server has gone back."""
@@ -117,6 +125,9 @@ class Judge:
         self._quiet: Counter[str | None] = Counter()  # since the last alert, or a rung was let go of
         self._strikes: Counter[str | None] = Counter()  # since the newest rung was taken
         self._spells: dict[tuple[Metric, str | None], Spell] = {}
+        self._are_above: dict[
+            tuple[Metric, str | None], tuple[bool, ...]
+        ] = {}  # the last few, above the limit
         self._over: Spell | None = None
         self._num_unusable = 0  # steps in a row, whose ever, with something that is not finite
         self._unusable: set[Metric] = set()  # of which metrics that was
@@ -200,6 +211,7 @@ class Judge:
         edge = self._edge_of_trial(value) if metric == "loss" else math.inf
         is_by_trial = verdict in ("quiet", "raised") and min(value, self.detectors[metric].level) > edge
         verdict = "alert" if is_by_trial else verdict
+        verdict = self._where_it_lasts(metric, value, verdict, bound=detector.bound)
         step = self._steps.setdefault(self._worker, _Step())
         step.had_excess |= verdict in ("alert", "raised")
         step.had_value_in_range |= verdict == "quiet"
@@ -236,6 +248,17 @@ class Judge:
         self._spells[key] = spell = begun if known is None else known.after_alert()
         is_first, step.had_alert = not step.had_alert, True
         return Excess(metric, value, expected, limit, is_first, spell, is_new)
+
+    def _where_it_lasts(self, metric: Metric, value: float, verdict: Verdict, *, bound: float) -> Verdict:
+        """Give a verdict that is no alert where no other of the worker's last few values was above the limit.
+
+        By worker: of many that are observed together, one that is always late makes few of the last values.
+        """
+        if metric not in LASTING or not is_usable(value):
+            return verdict
+        key = metric, self._worker
+        self._are_above[key] = last = (*self._are_above.get(key, ()), value > bound)[-RECENT:]
+        return "raised" if verdict == "alert" and sum(last) < LEAST_LASTING else verdict
 
     def _see_loss(self, step: _Step, value: float, verdict: Verdict, *, ceiling: float | None) -> None:
         """Note what a loss tells of its step, and of what it was gone back to."""
@@ -524,6 +547,7 @@ class Judge:
             "strikes": list(self._strikes.items()),
             "spells": [(*key, asdict(spell)) for key, spell in self._spells.items()],
             "losses": list(self._losses),
+            "are_above": [(*key, list(last)) for key, last in self._are_above.items()],
             "num_unusable": self._num_unusable,
             "unusable": sorted(self._unusable),
         }
@@ -543,6 +567,8 @@ class Judge:
         self._strikes, self._spells, self._losses = strikes, spells, losses
         self._num_unusable = int(state.get("num_unusable", 0))  # which states had not, once
         self._unusable = set(state.get("unusable", ()))  # likewise
+        above = state.get("are_above", ())  # likewise
+        self._are_above = {(metric, worker): tuple(last) for metric, worker, last in above}
         self._hold.load(state.get("hold", {}))  # likewise
         self._levels = dict(state.get("levels", {}))  # likewise
         self._num_in_vain = int(state.get("num_in_vain", 0))  # likewise

@@ -52,7 +52,8 @@ class AsyncTrainingMonitor:
     newest values count most (ZClip); its upper edge is never below a quarter of the mean of the warm-up. The
     limit is above that edge by `alert_threshold` times the edge's size; of "staleness" by that share of 8 at
     least. A value raises an alert if it and the mean of the last five, with it, both exceed the limit; or it
-    alone, where it is also 16 standard deviations above the mean. What is below the range raises none. What
+    alone, where it is also 16 standard deviations above the mean. Of "staleness" it raises one only where
+    another of the worker's last five exceeded the limit, too. What is below the range raises none. What
     is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all that the
     first values let expect: three in a row of more than a thousand times their median, or one of a million
     times the largest.

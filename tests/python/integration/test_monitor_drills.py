@@ -3,7 +3,7 @@
 Every drill, and every run without a fault, is judged at the default thresholds, of which `alert_threshold` is
 a half; no drill sets another `warm_up` or `patience` than the default's. Of runs without a fault ten each
 raise no alert: in a loop of one's own, by what each step shows; of members of a group that average, by their
-variance, as in the drill on them. Some
+variance, as in the drill on them; of workers at a server whose turns come in no order, by staleness. Some
 faults do no harm on the digits, which are learnt too quickly: these drills need Fashion-MNIST.
 """
 
@@ -27,6 +27,7 @@ from support.drills import (
     Fleet,
     Kept,
     Run,
+    Uneven,
     flipped,
     replica,
 )
@@ -402,6 +403,17 @@ def test_members_that_average_without_a_fault_raise_no_alert(seed):
         assert alerts == []
         assert num_seen == 37, "of 38 rounds, each told in the next one"
         assert set(frequencies) == {20}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_workers_of_a_server_without_a_fault_raise_no_alert(stack, seed):
+    fleet = Uneven(stack, seed, num_steps=200)
+    monitors = [stack.enter_context(AsyncTrainingMonitor(w.model, ["staleness"])) for w in fleet.workers]
+    fleet.train()
+    reports = [monitor.report() for monitor in monitors]
+    assert [report.alerts for report in reports] == [()] * len(reports)
+    assert min(report.series["staleness"].num_seen for report in reports) > 80
+    assert max(reports[-1].series["staleness"].values) > 20, "the slow one's is uneven"
 
 
 def test_the_threshold_of_all_of_them_is_a_half():

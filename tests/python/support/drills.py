@@ -253,3 +253,21 @@ class Fleet:
         plain = network(self.seed)
         plain.load_state_dict(self.server.state_dict())
         return accuracy(plain)
+
+
+class Uneven(Fleet):
+    """Workers whose turns come in an order that only the seed says; the last has half as many as another."""
+
+    def train(self):
+        """Give the accuracy at the end."""
+        n, num_turns = len(self.workers), len(self.workers) * self.num_steps
+        shards = [batches(10 * self.seed + i, slice(i, None, n), num_turns, 32) for i in range(n)]
+        speeds = torch.tensor([2.0] * (n - 1) + [1.0])
+        order = torch.Generator().manual_seed(self.seed)
+        for i in torch.multinomial(speeds, num_turns, replacement=True, generator=order).tolist():
+            images, labels = next(shards[i])
+            functional.cross_entropy(self.workers[i].model(images), labels).backward()
+            self.workers[i].step(samples=len(labels))
+        plain = network(self.seed)
+        plain.load_state_dict(self.server.state_dict())
+        return accuracy(plain)

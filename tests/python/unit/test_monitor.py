@@ -364,6 +364,29 @@ def test_of_what_an_averager_tells_once_there_are_two_rounds_nobody_is_asked_to_
     assert "nobody has measured loss:" in said
 
 
+def test_one_push_that_is_late_is_no_alert_however_late_and_a_worker_that_stays_late_is_one():
+    """One stands still for a moment where a machine is busy; that costs one push."""
+
+    def alerts_after(values, state=None):
+        monitor = AsyncTrainingMonitor(divergence_metrics=["staleness"])
+        for step in range(200):
+            monitor.observe(step, worker=f"w{step % 8}", staleness=3 + step // 8 % 2)
+        found = []
+        for number, value in enumerate(values):
+            found += monitor.observe(200 + number, worker=f"w{number % 8}", staleness=value)
+            state = json.loads(json.dumps(monitor.state_dict()))  # a restart forgets none of it
+            monitor = AsyncTrainingMonitor(divergence_metrics=["staleness"])
+            monitor.load_state_dict(state)
+        return [alert.step for alert in found]
+
+    one_late = [500] + [3] * 60
+    stays_late = ([60] + [3] * 7) * 4
+    every_second = ([60] + [3] * 15) * 3
+    assert alerts_after(one_late) == []
+    assert alerts_after(stays_late) == [208, 216, 224]
+    assert alerts_after(every_second) == [216, 232]
+
+
 @pytest.mark.parametrize("length", [10, MOST_POINTS + 1, 10 * MOST_POINTS])
 def test_a_long_series_is_thinned_out_evenly(length):
     series = Series()
@@ -649,7 +672,7 @@ def test_where_nothing_is_in_effect_any_more_a_step_s_second_alert_begins_anew(h
         quiet_steps=3,
     )
     for step in range(10):
-        monitor.observe(step, worker="a", loss=1.0, staleness=1.0)
+        monitor.observe(step, worker="a", loss=1.0, staleness=9.0 if step == 9 else 1.0)  # one is no alert
     monitor.observe(10, worker="a", loss=9.0)
     if how == "ended":
         trained_by.was_set(model, thing, "averaging_frequency")
