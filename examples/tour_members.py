@@ -19,8 +19,7 @@ from offbeat import AsyncModelAverager, init_distributed, optim
 logging.basicConfig(level=logging.INFO)
 rank, _ = init_distributed(backend="gloo")
 
-torch.manual_seed(rank)
-features = torch.randn(2048, 20)
+features = torch.randn(2048, 20, generator=torch.Generator().manual_seed(rank))
 train_dataset = TensorDataset(features, (features.sum(1) > 0).long())
 dataloader = DataLoader(train_dataset, batch_size=32, shuffle=True)
 optimizer = optim.SGD(lr=0.1)
