@@ -104,9 +104,11 @@ class MetricsEndpoint:
             threads = dict(self._threads)
         for connection in threads:
             _cut(connection)
-        for thread in (self._accepting, *threads.values()):
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(self._deadline_s)
+        all_threads = (self._accepting, *threads.values())
+        if threading.current_thread() not in all_threads:  # else they may wait for what this one holds
+            for thread in all_threads:
+                if thread.ident is not None:
+                    thread.join(self._deadline_s)
         self._listener.close()
 
     def forget(self) -> None:
