@@ -140,9 +140,6 @@ class AsyncModelAverager:
         (2, 5)
     """
 
-    averages_models = True
-    """For `AsyncTrainingMonitor`: it tells how far members were from their mean, where there are others."""
-
     @known_keywords
     def __init__(  # noqa: PLR0917  all that say which member this is, how often it averages and where
         self,
@@ -414,6 +411,11 @@ class AsyncModelAverager:
         For `FaultTolerantTrainer`, which brings a member's own back.
         """
         return [*(parameter for _, parameter in self._turns.named), *Statistics(self.model).buffers()]
+
+    @property
+    def averages_models(self) -> bool:
+        """Whether it tells how far members were from their mean; for `AsyncTrainingMonitor`."""
+        return not (self.is_alone or self._turns.members.arrives_alone)
 
     @property
     def is_alone(self) -> bool:

@@ -459,6 +459,7 @@ class Rounds:
                 f"{self.method!r} has kept begins anew with the mean of the next"
             )
             self._take_counts(state)
+            self._untold = None
             self._trained.count_from(max(self._samples))
             self._lay_out(is_begun=False)
             return False

@@ -68,8 +68,9 @@ FOR_ITS_MEAN = (
 )
 """How the wait of one that has come is worded."""
 
-MOST_READS = 10
-"""Times that one who has come reads the mean where rounds go on meanwhile; each lasts longer than a read."""
+MOST_READS = 3
+"""Times that one who has come reads the mean where others end a round meanwhile, and begin the next: with a
+slower link than theirs it would read for ever."""
 
 SEEK_S = 0.5
 """How long training stands still, once, to see whether the server of a round that takes long is there."""
@@ -618,7 +619,12 @@ class Served:
             status = client.status()
             before, closed = closed, status["rounds"]["closed"]
             if closed == before:
-                break
+                return closed
+        log.info(
+            "others ended a round in each of %d times that their mean was read: this member begins with what "
+            "it has read last, which may be of between two rounds",
+            MOST_READS,
+        )
         return closed
 
     def _reread(self, client: Client) -> None:

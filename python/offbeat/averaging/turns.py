@@ -363,7 +363,8 @@ class Turns:
             self.finish(owner)
 
     def _begin(self, owner: Owner, progress: Progress, *, meets_all: bool = False) -> None:
-        is_wanted = trained_by.is_wanted(owner.model, "parameter_variance")
+        has_mean = not (self.members.is_alone or self.members.arrives_alone)
+        is_wanted = has_mean and trained_by.is_wanted(owner.model, "parameter_variance")
         self.rounds.measures_drift = self.gauge.needs_drift or is_wanted
         self.rounds.begin(progress, meets_all=meets_all)
 

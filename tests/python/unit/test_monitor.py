@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from offbeat import AsyncGradientAccumulator, AsyncModelAverager, AsyncTrainingMonitor, trained_by
+from offbeat import (
+    AsyncGradientAccumulator,
+    AsyncModelAverager,
+    AsyncTrainingMonitor,
+    ParameterServer,
+    trained_by,
+)
 from offbeat.errors import ClosedError, ConfigError, StateError
 from offbeat.local.lr_scale import factor_of
 from offbeat.monitor import Alert, Recovery
@@ -353,19 +359,24 @@ def test_a_metric_that_nobody_measures_is_told_of_once(caplog):
     assert trained(101, metrics, ("loss", "parameter_variance")) == []
 
 
-def test_of_what_an_averager_tells_once_there_are_two_rounds_nobody_is_asked_to_observe_it(caplog):
-    ours = AsyncModelAverager(net(), averaging_frequency=200, process_group=False)
-    optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.01)
-    with AsyncTrainingMonitor(ours.model, ["loss", "parameter_variance"]):
-        for _ in range(101):
-            ours.model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_of_what_an_averager_tells_once_there_are_two_rounds_nobody_is_asked_to_observe_it(caplog, is_alone):
+    with ParameterServer(transaction="model") as server:
+        where = {"communication_backend": "tcp", "server_address": server.address}  # others may come
+        ours = AsyncModelAverager(
+            net(), averaging_frequency=200, **({"process_group": False} if is_alone else where)
+        )
+        optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.01)
+        with ours, AsyncTrainingMonitor(ours.model, ["loss", "parameter_variance"]):
+            for _ in range(101):
+                ours.model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
     (said,) = [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
-    assert "nobody has measured loss:" in said
+    assert f"nobody has measured loss{', parameter_variance' if is_alone else ''}:" in said
 
 
-def test_one_push_that_is_late_is_no_alert_however_late_and_a_worker_that_stays_late_is_one():
-    """One stands still for a moment where a machine is busy; that costs one push."""
+def test_a_push_or_two_that_are_late_are_no_alert_however_late_and_a_worker_that_stays_late_is_one():
+    """One stands still for a moment where a machine is busy; that costs a push, or two that are in flight."""
 
     def alerts_after(values, state=None):
         monitor = AsyncTrainingMonitor(divergence_metrics=["staleness"])
@@ -380,11 +391,19 @@ def test_one_push_that_is_late_is_no_alert_however_late_and_a_worker_that_stays_
         return [alert.step for alert in found]
 
     one_late = [500] + [3] * 60
+    two_late = ([500] + [3] * 7) * 2 + [3] * 60
     stays_late = ([60] + [3] * 7) * 4
     every_second = ([60] + [3] * 15) * 3
-    assert alerts_after(one_late) == []
-    assert alerts_after(stays_late) == [208, 216, 224]
-    assert alerts_after(every_second) == [216, 232]
+    assert alerts_after(one_late) == alerts_after(two_late) == []
+    assert alerts_after(stays_late) == [216, 224]
+    assert alerts_after(every_second) == [232]
+
+
+def test_of_workers_without_a_name_each_late_push_is_an_alert():
+    monitor = AsyncTrainingMonitor(divergence_metrics=["staleness"])
+    for step in range(400):
+        monitor.observe(step, staleness=60 if step > 200 and step % 8 == 0 else 3 + step % 2)
+    assert monitor.report().num_alerts["staleness"] == 24
 
 
 @pytest.mark.parametrize("length", [10, MOST_POINTS + 1, 10 * MOST_POINTS])
@@ -647,6 +666,37 @@ def test_a_servers_rate_is_whole_again_to_the_bit_and_one_that_was_set_since_sta
     assert "that of group 0 was set to 0.01 since, and stays" in monitor.report().releases[0].result
 
 
+class Bounds(Serves):
+    """Bounds staleness as a server does, of whose pushes so many were late by 0, 1, 2 and so on."""
+
+    max_staleness = None
+
+    def __init__(self, *histograms):
+        super().__init__([0.1])
+        self._histograms = histograms
+
+    def status(self):
+        return {**super().status(), "workers": [{"staleness_histogram": found} for found in self._histograms]}
+
+
+@pytest.mark.parametrize(
+    ("histograms", "bounds"),
+    [
+        ([], [8, 4, 2, 1, 1]),
+        ([[0, 90, 0, 0, 10], [0, 0, 30, 20, 0]], [8, 4, 2, 2]),
+        ([[0] * 31 + [100] + [0] * 31 + [20]], [62, 62]),
+    ],
+)
+def test_a_server_s_bound_is_never_below_what_is_usual_there(histograms, bounds):
+    server = Bounds(*histograms)
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=server, patience=1)
+    for step, bound in enumerate(bounds):
+        monitor.observe(10 + step, loss=9.0)
+        assert server.max_staleness == bound
+    monitor.close()
+    assert server.max_staleness is None
+
+
 def test_where_somebody_has_ended_all_that_was_in_effect_the_next_alert_begins_anew_whose_ever_it_is():
     model, thing = net(), Averages(averaging_frequency=16)
     monitor = warmed(model, ["loss"], remediation_strategy="increase_sync_frequency", acts_on=thing)
@@ -672,7 +722,7 @@ def test_where_nothing_is_in_effect_any_more_a_step_s_second_alert_begins_anew(h
         quiet_steps=3,
     )
     for step in range(10):
-        monitor.observe(step, worker="a", loss=1.0, staleness=9.0 if step == 9 else 1.0)  # one is no alert
+        monitor.observe(step, worker="a", loss=1.0, staleness=9.0 if step >= 8 else 1.0)  # two are no alert
     monitor.observe(10, worker="a", loss=9.0)
     if how == "ended":
         trained_by.was_set(model, thing, "averaging_frequency")
