@@ -385,14 +385,17 @@ class ParameterServer(process.Live):
     def max_staleness(self) -> int | None:
         """The bound on staleness, in updates; may be set, from the next push on. None: no bound.
 
-        A bound below what a worker's pushes usually miss rejects nearly all of them, and so does 0 with
-        ``in_flight=2``.
+        A bound below what a worker's pushes usually miss rejects nearly all of them; at 0 workers with
+        ``in_flight=2`` lose every second push, and are refused where they come. A server that goes on from a
+        checkpoint has the bound that it is made with.
 
         Raises:
-            ConfigError: If it is set to what is no number of updates; or to one where members average here,
-                each of whose shares is later than the one before.
+            ConfigError: If it is set to what is no number of updates; or to one while members are here whose
+                mean needs each one's share, of which each is later than the one before.
         """
-        found: int | None = self._config["staleness"]["max_staleness"]
+        is_running = self._server is not None and not self._stopped
+        told = self.status() if is_running else self._config  # which another thread may set meanwhile
+        found: int | None = told["staleness"]["max_staleness"]
         return found
 
     @max_staleness.setter

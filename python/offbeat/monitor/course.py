@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from offbeat import log, process
 from offbeat.errors import ClosedError, OffbeatError
 from offbeat.monitor.alert import Alert, Recovery, Release
+from offbeat.monitor.detector import Metric
 from offbeat.monitor.judge import Excess, Judge
 from offbeat.monitor.ladder import Ladder
 from offbeat.monitor.remedy import Remedy, Taken
@@ -43,7 +44,9 @@ class Course:
         is_lost: Whether they were seen not to be finite.
     """
 
-    def __init__(self, settings: Settings, ladder: Ladder, *, threshold: float, warm_up: int) -> None:
+    def __init__(
+        self, settings: Settings, ladder: Ladder, *, threshold: float, warm_up: int, is_of_one: bool
+    ) -> None:
         """Begin.
 
         Args:
@@ -51,11 +54,14 @@ class Course:
             ladder: How remedies follow one another.
             threshold: The share by which a value may exceed the upper edge.
             warm_up: Values before there is a range.
+            is_of_one: As the `Judge` has it.
         """
         self.num_dropped = self.num_clipped = self.num_went_back = 0
         self.num_taken: Counter[str] = Counter()
         self._settings = settings
-        self._make_judge = partial(Judge, settings.metrics, ladder, threshold=threshold, warm_up=warm_up)
+        self._make_judge = partial(
+            Judge, settings.metrics, ladder, threshold=threshold, warm_up=warm_up, is_of_one=is_of_one
+        )
         self._judge = self._make_judge()
         self._in_effect: list[_InEffect] = []
         self._alerts: deque[Alert] = deque(maxlen=MOST_KEPT)
@@ -124,6 +130,14 @@ class Course:
         if ends_soon:  # now that all of this step has been judged
             self._judge.end_all_soon()
         return tuple(raised)
+
+    def take_unused(self, step: int, metric: Metric, value: float) -> None:
+        """Hear of what a remedy, or a user's own bound, has kept out in a step: in its range, it is quiet."""
+        self._step = step
+        self._resume()
+        if self._judge.begin(step) is not None:
+            self._release()
+        self._judge.see_unused(metric, value)
 
     def count(self, *, is_used: bool, is_finite: bool = True) -> None:
         """Count a step's gradient, used or dropped; where none passes for long, see that one does."""

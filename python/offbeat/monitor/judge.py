@@ -51,8 +51,9 @@ LASTING = frozenset({"staleness"})
 machine, makes one push late by 55 updates where others are by 3: of six runs without a fault, each of four
 workers at speeds of their own, one gave an alert for that. What is wrong with a worker lasts."""
 
-LEAST_LASTING = 2
-"""Values above the limit, of a worker's last few: one who is late in every second push is late."""
+LEAST_LASTING = 3
+"""Values above the limit, of a worker's last few. One who stands still once with two pushes in flight has two
+that are late; one who is late in every second push has three."""
 
 STUCK_STEPS = 3
 """In a row, each with something that is not finite: one or two may be batches, or be of a worker that has the
@@ -115,7 +116,25 @@ class Judge:
     too, and are followed.
     """
 
-    def __init__(self, metrics: Sequence[Metric], ladder: Ladder, *, threshold: float, warm_up: int) -> None:
+    def __init__(
+        self,
+        metrics: Sequence[Metric],
+        ladder: Ladder,
+        *,
+        threshold: float,
+        warm_up: int,
+        is_of_one: bool = True,
+    ) -> None:
+        """Begin.
+
+        Args:
+            metrics: What is judged.
+            ladder: How remedies follow one another.
+            threshold: The share by which a value may exceed the upper edge.
+            warm_up: Values before there is a range.
+            is_of_one: What comes without a worker's name is all of the same.
+        """
+        self._is_of_one = is_of_one
         self.detectors = {metric: Detector(metric, threshold, Band(warm_up)) for metric in metrics}
         self.standing = Standing()
         self._given = ladder
@@ -253,12 +272,24 @@ class Judge:
         """Give a verdict that is no alert where no other of the worker's last few values was above the limit.
 
         By worker: of many that are observed together, one that is always late makes few of the last values.
+        Of several without a name nobody knows whose the last few were.
         """
-        if metric not in LASTING or not is_usable(value):
+        is_of_many = self._worker is None and not self._is_of_one
+        if metric not in LASTING or is_of_many or not is_usable(value):
             return verdict
         key = metric, self._worker
         self._are_above[key] = last = (*self._are_above.get(key, ()), value > bound)[-RECENT:]
         return "raised" if verdict == "alert" and sum(last) < LEAST_LASTING else verdict
+
+    def see_unused(self, metric: Metric, value: float) -> None:
+        """Hear how what is kept out would be judged: no alert, since nothing comes of it.
+
+        Where it is in the range again, there is nothing more to keep out.
+        """
+        _, verdict = self.detectors[metric].see(value)
+        step = self._steps.setdefault(self._worker, _Step())
+        step.had_excess |= verdict in ("alert", "raised")
+        step.had_value_in_range |= verdict == "quiet"
 
     def _see_loss(self, step: _Step, value: float, verdict: Verdict, *, ceiling: float | None) -> None:
         """Note what a loss tells of its step, and of what it was gone back to."""

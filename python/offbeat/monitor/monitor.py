@@ -53,7 +53,7 @@ class AsyncTrainingMonitor:
     limit is above that edge by `alert_threshold` times the edge's size; of "staleness" by that share of 8 at
     least. A value raises an alert if it and the mean of the last five, with it, both exceed the limit; or it
     alone, where it is also 16 standard deviations above the mean. Of "staleness" it raises one only where
-    another of the worker's last five exceeded the limit, too. What is below the range raises none. What
+    three of the worker's last five exceed the limit. What is below the range raises none. What
     is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all that the
     first values let expect: three in a row of more than a thousand times their median, or one of a million
     times the largest.
@@ -199,7 +199,13 @@ class AsyncTrainingMonitor:
             most_back=0 if back is None else settings.remedies[back].repeats,
             mending=frozenset(n for n, remedy in enumerate(settings.remedies) if remedy.is_mending),
         )
-        self._course = Course(settings, ladder, threshold=float(alert_threshold), warm_up=warm_up)
+        self._course = Course(
+            settings,
+            ladder,
+            threshold=float(alert_threshold),
+            warm_up=warm_up,
+            is_of_one=model is not None,
+        )
         self._metrics, self._names = settings.metrics, settings.names
         self._callbacks = settings.callbacks
         self._have_failed: list[Callback] = []
@@ -265,7 +271,8 @@ class AsyncTrainingMonitor:
 
         Args:
             step: Which; its other readings, if there are, may come in other calls.
-            worker: Whose, where several are watched: the range is that of all; "quarantine" needs to know.
+            worker: Whose, where several are watched: the range is that of all; "quarantine" needs to know,
+                and "staleness", of which without a name each late push by itself may raise an alert.
             loss: A float, or a tensor of one element, as all that follow.
             loss_variance: In place of that of the losses observed.
             gradient_norm: As `clip_grad_norm_` returns it.
@@ -452,6 +459,10 @@ class AsyncTrainingMonitor:
             with self._lock:
                 alerts = self._take(numbers, None, is_made=is_made)
             self._is_outdated |= self._tell(alerts)
+        if self._wants("staleness") and (late := number(readings.get("staleness_of_rejected"))) is not None:
+            with self._lock:
+                if not self._is_closed:
+                    self._course.take_unused(self._num_steps + self._ahead, "staleness", late)
 
     def _judge_step(self, optimizer: "torch.optim.Optimizer | None") -> bool:
         """Judge the gradients on the model; tell whether they are to be used."""

@@ -4,7 +4,7 @@ import itertools
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from offbeat.errors import ConfigError
@@ -18,8 +18,12 @@ __all__ = ["ReduceLr", "SyncOften", "TightenStaleness"]
 MOST_TOLD = 4
 """Learning rates in a text; groups that have the same are one."""
 
-FIRST_BOUND = 16
-"""Updates: where there was no bound on staleness, the first one is half of it."""
+FIRST_BOUND = 8
+"""Updates: the first bound on staleness where there was none, unless more is usual."""
+
+TIMES_USUAL = 2
+"""So many times as late as half of all pushes a worker may be: a bound below that would reject healthy ones,
+and one below 1 is a ban on two pushes in flight."""
 
 
 class _SetsAttributes(Remedy):
@@ -98,9 +102,10 @@ class SyncOften(_SetsAttributes):
 
 
 class TightenStaleness(_SetsAttributes):
-    """Halves the bound."""
+    """Halves the bound; a server's down to twice what is usual there."""
 
-    _at_its_end = "the bound is 0 already"
+    _at_its_end = "the bound is as low as it may be already"
+    slows = True
 
     def acts_on(self, thing: object) -> bool:
         """It needs what says so by its attributes."""
@@ -111,8 +116,8 @@ class TightenStaleness(_SetsAttributes):
         return "max_staleness"
 
     def _milder(self, thing: object, value: Any) -> Any:  # noqa: ANN401  of an attribute of any type
-        del thing
-        return (FIRST_BOUND if value is None else value) // 2
+        least = _least_bound(thing.status()) if isinstance(thing, ServesLearningRate) else 0
+        return max(FIRST_BOUND, least) if value is None else max(value // 2, min(value, least))
 
 
 class ReduceLr(Remedy):
@@ -255,6 +260,21 @@ class _Factor(NamedTuple):
 
         factor = factor_of(cast(Any, self.optimizer))
         return [float(group["lr"]) * factor for group in self.optimizer.param_groups]
+
+
+def _least_bound(status: Mapping[str, Any]) -> int:
+    """Give the bound below which pushes would be rejected that are no later than is usual at a server.
+
+    Args:
+        status: The server's. Of its workers' pushes those that were applied are counted by their staleness,
+            up to the last number, which is of that and all above.
+    """
+    counts = [
+        sum(column) for column in zip(*(w["staleness_histogram"] for w in status["workers"]), strict=True)
+    ]
+    below = itertools.accumulate(counts)
+    median = next((late for late, num in enumerate(below) if 2 * num >= sum(counts)), 0)
+    return max(TIMES_USUAL * median, 1)
 
 
 def _at(found: Sequence[Any], place: int) -> Any:  # noqa: ANN401  what is there

@@ -236,8 +236,8 @@ class Steps:
     def _settled(self, receipt: Receipt) -> Receipt:
         self._contribution.settled(receipt)
         self._watch.see(receipt)
-        if receipt.applied:  # what was rejected for its lateness is none that the model has
-            trained_by.tell(self._link.binding.module, staleness=receipt.staleness)
+        name = "staleness" if receipt.applied else "staleness_of_rejected"
+        trained_by.tell(self._link.binding.module, **{name: receipt.staleness})
         if self._announced is None:  # the server came by its optimizer after this worker's first step
             self._announce()
         return receipt

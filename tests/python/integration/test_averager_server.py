@@ -260,6 +260,12 @@ def test_a_server_where_members_average_takes_no_bound_on_staleness(server):
         with pytest.raises(ConfigError, match="max_staleness is 3: members average at this server"):
             server.max_staleness = 3
         assert server.max_staleness is None
+    server.max_staleness = 3  # they have gone
+    with offbeat.ParameterServer(transaction="model", max_staleness=20) as other:
+        with at(other.address, Counter().model, 0, 1, method="diloco", asynchronous=True) as ours:
+            ours.step(1)
+            other.max_staleness = 30  # there is no mean
+        assert other.max_staleness == 30
 
 
 def test_a_member_says_what_it_is_called_at_a_server_where_that_is_not_its_rank(server, caplog):

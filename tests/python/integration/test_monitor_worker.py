@@ -54,6 +54,34 @@ def test_of_a_push_that_came_too_late_no_staleness_is_told(serve, join):
         assert seen(monitor, "staleness") == [1.0, 0.0]
 
 
+def test_a_bound_is_let_go_of_where_what_it_rejects_is_in_the_range_again(serve, join):
+    server = serve(net(), optimizer=SGD)
+    ours, theirs = (join(server, net()) for _ in range(2))
+
+    def pushes(num, *, num_between):
+        for _ in range(num):
+            for _ in range(num_between):
+                backward(theirs.model)
+                theirs.step()
+            backward(ours.model)
+            yield ours.step()
+
+    assert [receipt.staleness for receipt in pushes(1, num_between=200)] == [200]
+    with AsyncTrainingMonitor(
+        ours.model, ["staleness"], remediation_strategy="tighten_staleness", acts_on=server,
+        warm_up=5, quiet_steps=3,
+    ) as monitor:  # fmt: skip
+        assert all(receipt.applied for receipt in pushes(10, num_between=10))
+        assert [r.applied for r in pushes(5, num_between=40)] == [True, True, True, False, False]
+        assert monitor.in_effect == ("tighten_staleness",)
+        num_alerts = len(monitor.report().alerts)
+        found = [receipt.applied for receipt in pushes(6, num_between=10)]
+        assert server.max_staleness is None
+        assert found[0] is False
+        assert found[-1] is True
+        assert len(monitor.report().alerts) == num_alerts, "what is rejected raises none"
+
+
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("update_frequency", [1, 2])
 def test_a_batch_that_is_rejected_is_not_pushed_and_no_step(serve, join, live, update_frequency):

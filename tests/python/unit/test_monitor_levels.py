@@ -61,6 +61,26 @@ def test_a_level_that_stays_after_all_cuts_of_the_rate_is_taken_for_usual():
     assert (alert.num, alert.action) == (1, "reduce_lr")
 
 
+class Bounds:
+    """Keeps out what is late, and with it what is learnt from that."""
+
+    max_staleness: int | None = None
+
+
+def test_a_bound_on_staleness_that_helps_nothing_is_let_go_of_as_a_cut_of_the_rate_is():
+    thing = Bounds()
+    given = {"patience": 2, "warm_up": 10, "quiet_steps": 1000, "acts_on": thing}
+    monitor = AsyncTrainingMonitor(remediation_strategy="tighten_staleness", **given)
+    bounds = []
+    for step in range(600):
+        monitor.observe(step, loss=9.0 if step >= 10 else 1.0)
+        bounds.append(thing.max_staleness)
+    assert 0 in bounds
+    assert len(learnt(monitor)) == 1
+    assert bounds[-1] is None
+    assert monitor.in_effect == ()
+
+
 @pytest.mark.parametrize(("patience", "after"), [(5, 100), (12, 100), (20, 160)])
 def test_a_level_is_learnt_after_100_alerts_and_no_sooner_than_the_last_cut_has_had_its_time(patience, after):
     monitor, live = watched(patience=patience)

@@ -204,12 +204,12 @@ impl Server {
     /// Replaces the bound on staleness, for pushes that come from now on; `None` is no bound.
     ///
     /// # Errors
-    /// [`ServerError`] if members have averaged here: those of a round come one after the other, and a share that was
-    /// rejected would be missing in their mean.
+    /// [`ServerError`] if members average here: those of a round come one after the other, and a share that was rejected
+    /// would be missing in their mean.
     pub fn set_max_staleness(&self, most: Option<u64>) -> Result<(), ServerError> {
         self.check()?;
         let mut agreement = self.shared.agreement();
-        if let Some(most) = most.filter(|_| self.shared.rounds_status().closed > 0) {
+        if let Some(most) = most.filter(|_| self.shared.rounds_status().terms.is_some()) {
             return Err(ServerError::Config {
                 name: "max_staleness",
                 value: most.to_string(),
