@@ -59,7 +59,7 @@ class Meter:
         slots = [0.0] * self._members.size
         slots[self._members.rank] = self._sum_s
         self._began_s, self._sum_s = time.perf_counter(), math.inf
-        return [float(batches), counts, squares / scale**2, compute_s, self._big, *slots]
+        return [float(batches), counts, _unscaled(squares, scale), compute_s, self._big, *slots]
 
     def take(self, total: Total, told: Iterable[float], scale: float) -> None:
         """Take what all members told, and decide."""
@@ -76,7 +76,7 @@ class Meter:
         if abs(gain - self._told_gain) > TOLD_BEFORE * self._told_gain:
             self._told_gain = gain
             log.info("the gain of an update of %d micro-batches is %.3g", usual, gain)
-        self._big = square_norm(total.gradients) / scale**2 if counts else math.nan
+        self._big = _unscaled(square_norm(total.gradients), scale) if counts else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """Give what was measured and learnt, as plain values; of times, only what is learnt."""
@@ -117,3 +117,8 @@ class Meter:
                 "" if communication is None
                 else f", {communication:.3g} s of a sum and {compute:.3g} s of a micro-batch",
             )  # fmt: skip
+
+
+def _unscaled(square: float, scale: float) -> float:
+    """Give a squared norm without the scale, which is 0 where every update was skipped for long."""
+    return square / scale**2 if scale else math.nan

@@ -1,5 +1,6 @@
 """Updates: what is made of a gradient once all of it is there."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -87,13 +88,15 @@ class Scaler:
         if self._scaler is None or not there:
             yield True
             return
-        if (ratio := self.scale / scale) != 1.0:
+        # Where every update is skipped, the scale falls to 0: what was multiplied by that, nobody can tell.
+        if (ratio := self.scale / scale if scale else math.nan) != 1.0:
             for gradient in there:
                 gradient.mul_(ratio)
-        is_finite = are_finite(there)  # as it is now: torch's scaler skips what has become infinite only here
-        self.has_skipped = not is_finite
         self._scaler.unscale_(optimizer)
         try:
+            # Not by torch's scaler, which looks before it divides: by 0, or nearly so, zeros become NaN.
+            is_finite = are_finite(there)
+            self.has_skipped = not is_finite
             yield is_finite
         finally:
             self._scaler.update()

@@ -143,6 +143,24 @@ def test_what_becomes_infinite_at_the_scale_of_today_is_no_update():
     assert scaling.scale == 2.0
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(("made_at", "now"), [(0.0, 0.0), (0.0, 8.0), (8.0, 0.0), (2.0**-135, 2.0**-135)])
+def test_nothing_is_made_of_what_was_or_would_be_scaled_by_0_or_nearly(made_at, now, adaptive):
+    scaling = scaler(init_scale=made_at)
+    ours = offbeat.AsyncGradientAccumulator(model(), 2, adaptive_accumulation=adaptive, grad_scaler=scaling)
+    live = torch.optim.SGD(ours.model.parameters(), lr=0.1, weight_decay=0.1)
+    train(ours, [0], live)
+    scaling.load_state_dict({**scaling.state_dict(), "scale": now})
+    train(ours, [1], live)
+    ours.flush()
+    assert (ours.updates, ours.skipped_updates) == (0, 1)
+    assert all(map(torch.equal, ours.model.parameters(), model().parameters()))
+    scaling.load_state_dict({**scaling.state_dict(), "scale": 8.0})
+    train(ours, [2, 3], live)
+    ours.flush()
+    assert (ours.updates, ours.skipped_updates) == (1, 1)
+
+
 @pytest.mark.parametrize("taken_after", [6, 11])
 def test_a_round_trip_has_the_scaler_in_it(taken_after):
     scalings, made = [scaler() for _ in range(3)], []

@@ -160,6 +160,36 @@ def test_a_loss_that_is_infinite_while_gradients_are_not_is_told_of_as_ever(capl
     assert "at step 1 the loss is inf, and the parameters are finite" in caplog.text
 
 
+@pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
+@pytest.mark.parametrize("begins_at", [2.0**16, 2.0**-120])
+def test_where_all_was_skipped_until_the_scale_is_0_or_nearly_all_goes_on_to_be_skipped(strategy, begins_at):
+    """A scale of less than 2^-128 is no number to divide by either: zeros times infinity are NaN."""
+    ours, before = plain(), plain()
+    trainer = scaled_to(
+        offbeat.AsyncTrainer(ours, 0, 1, 1, strategy=strategy, amp="fp16", overlap=False), begins_at
+    )
+    num = 200 if begins_at > 1.0 else 15
+    broken = [batch(n, scale=math.nan) for n in range(num)]
+    history = train(trainer, SPEC, data=broken, epochs=1)
+    assert (history.steps, history.skipped) == (0, num)
+    assert trainer.scaler.get_scale() == (0.0 if begins_at > 1.0 else 2.0**-135)
+    history = train(trainer, SPEC, data=[batch(n) for n in range(9)], epochs=1)
+    assert (history.steps, history.skipped, history.stopped) == (0, 9, "epochs")
+    assert same(ours, before)
+    scaled_to(trainer, 8.0)
+    assert train(trainer, SPEC, data=[batch(n) for n in range(9)], epochs=1).steps == 9
+
+
+@pytest.mark.parametrize("strategy", ["local", "accumulate"])
+def test_parameters_that_are_not_finite_are_told_of_where_all_is_skipped_for_them(strategy, caplog):
+    ours = plain()
+    nn.init.constant_(ours[2].bias, math.nan)
+    trainer = scaled_to(offbeat.AsyncTrainer(ours, 0, 1, 1, strategy=strategy, amp="fp16"), 2.0**-148)
+    history = train(trainer, SPEC, data=[batch(n) for n in range(9)], epochs=1)
+    assert (history.steps, history.skipped, trainer.scaler.get_scale()) == (0, 9, 0.0)
+    assert "parameters are not finite, 2.bias" in caplog.text
+
+
 # -------------------------------------------------------------------------------------- changes
 
 
