@@ -56,14 +56,15 @@ class Numerics:
         if self.scaler is None:
             return True
         self.scaler.unscale_(optimizer)
-        found: dict[torch.device, list[torch.Tensor]] = {}
-        for parameter in _parameters(optimizer):
-            if (gradient := parameter.grad) is not None:
-                values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                found.setdefault(values.device, []).append(values.isfinite().all())
-        is_finite = all(bool(torch.stack(of_one).all()) for of_one in found.values())  # each waited for once
-        self.scaler.update()
-        return is_finite
+        try:
+            found: dict[torch.device, list[torch.Tensor]] = {}
+            for parameter in _parameters(optimizer):
+                if (gradient := parameter.grad) is not None:
+                    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                    found.setdefault(values.device, []).append(values.isfinite().all())
+            return all(bool(torch.stack(of_one).all()) for of_one in found.values())  # each waited for once
+        finally:
+            self.scaler.update()  # also after Ctrl-C in that wait: else the scaler refuses the next step
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the gradients' total norm, if that was asked for."""

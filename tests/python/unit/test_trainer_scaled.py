@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import StepLR
 
 import offbeat
@@ -188,6 +189,39 @@ def test_parameters_that_are_not_finite_are_told_of_where_all_is_skipped_for_the
     history = train(trainer, SPEC, data=[batch(n) for n in range(9)], epochs=1)
     assert (history.steps, history.skipped, trainer.scaler.get_scale()) == (0, 9, 0.0)
     assert "parameters are not finite, 2.bias" in caplog.text
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C comes, once, as its gradients are looked at that a scaler has unscaled."""
+
+    scaler = None
+
+    @property
+    def param_groups(self):
+        scaler = self.scaler
+        if scaler is not None and scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED:
+            self.scaler = None
+            raise KeyboardInterrupt
+        return self.groups
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.groups = groups
+
+
+@pytest.mark.parametrize("strategy", ["local", "average"])
+def test_after_ctrl_c_between_a_step_s_scale_and_its_end_the_next_train_goes_on(strategy):
+    ours = plain()
+    live = Interrupted(ours.parameters(), lr=0.1)
+    trainer = scaled_to(offbeat.AsyncTrainer(ours, strategy=strategy, amp="fp16"), 8.0)
+    data = [batch(n) for n in range(9)]
+    live.scaler = trainer.scaler
+    with pytest.raises(KeyboardInterrupt):
+        train(trainer, live, data=data, epochs=1)
+    assert trainer.history.steps == 0
+    history = train(trainer, live, data=data, epochs=1)
+    assert (history.steps, history.skipped) == (9, 0)
+    assert trainer.scaler.state_dict()["_growth_tracker"] == 10
 
 
 # -------------------------------------------------------------------------------------- changes
