@@ -140,8 +140,8 @@ class Driven:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether the model here has all that was trained, should the others be lost."""
-        return self._stage.strategy is None or self._stage.strategy.stands_alone
+        """Whether the model here has all that was trained, should the others be lost, and may be saved."""
+        return self._stage.stands_alone
 
     @property
     def is_about_to_settle(self) -> bool:

@@ -58,6 +58,18 @@ class Stage:
         if self.strategy is not None:
             self.strategy.note_measured(batches)
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the model here has all that was trained, should the others be lost, and can go on with it.
+
+        Where the change from a strategy broke off that had ended with the others in a process group, it
+        cannot: they may go on from before that, and would wait there for this one.
+        """
+        if self.strategy is not None:
+            return self.strategy.stands_alone
+        kind = self._kind
+        return kind is None or not (kind == "parameter_server" or self._workshop.places.need_group([kind]))
+
     def at(self, epoch: int) -> Strategy:
         """Give the strategy for the next batch of an epoch, which has the optimizer and follows the epoch."""
         kind, sync = kind_at(self.schedule, epoch), self.syncs.at(epoch)
@@ -121,11 +133,13 @@ class Stage:
         Args:
             is_of_now: Wait for nobody, as if a round that is under way had not begun.
         """
-        strategy = self.strategy
-        if strategy is None or self._kind is None:
+        strategy, kind = self.strategy, self._kind
+        if kind is None or (strategy is None and kind != "local"):
             return None
-        work = strategy.state_of_now() if is_of_now else strategy.state_dict()
-        return {"kind": shown_kind(self._kind), "epoch": self._epoch, "work": work}
+        work = None  # of "local", where the change from it broke off
+        if strategy is not None:
+            work = strategy.state_of_now() if is_of_now else strategy.state_dict()
+        return {"kind": shown_kind(kind), "epoch": self._epoch, "work": work}
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
         """Word why a state does not fit."""

@@ -4,7 +4,11 @@ What they have trained goes on from the one into the other, but for the way back
 goes on with that. Checkpoints of before a first meeting and of after it are no run of members together.
 """
 
+import json
+import logging
+import os
 import shutil
+import signal
 from datetime import timedelta
 
 import numpy as np
@@ -16,10 +20,12 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConnectionLostError, StateError
+from offbeat.recovery import directory
 from offbeat.recovery.saver import Saver
 from support.averaging import warned
-from support.fault_tolerant import waited
+from support.fault_tolerant import started, waited
 from support.group import together
+from support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -295,3 +301,67 @@ def test_checkpoints_of_before_and_after_the_first_meeting_are_refused_in_all_me
         assert begun == ("epochs", 2 * BATCHES)
         assert f"this member's checkpoint is of {where}, and it cannot go on with another's" in told
         assert ended == ("epochs", 3 * BATCHES)
+
+
+class Dies(logging.Handler):
+    """Kills this process as it has ended one strategy together with the others, and is to begin another."""
+
+    def emit(self, record):
+        if record.getMessage().startswith("epoch 1 goes on with strategy"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lived(rank, port, folder, *, address, strategy, timeout_s, dies):
+    """Train to the end, or until this process or another is gone; write what came of it."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    offbeat.init_distributed("gloo", rank=rank, world_size=2, timeout_s=timeout_s)
+    Saver.save = waited(Saver.save)
+    if dies:
+        logging.getLogger("offbeat").setLevel(logging.INFO)
+        logging.getLogger("offbeat").addHandler(Dies())
+    ours = model(seed=rank)
+    with member_of(ours, address, strategy, overlap=False) as member:
+        history = offbeat.FaultTolerantTrainer(member, folder / str(rank), checkpoint_frequency=8).train(
+            dataset=TensorDataset(*map(torch.cat, zip(*data_of(rank), strict=True))),
+            batch_size=8,
+            epochs=2,
+            optimizer=torch.optim.SGD(ours.parameters(), lr=0.1),
+            loss_fn=LOSS,
+        )
+    came = [history.stopped, history.steps, [value.tolist() for value in values_of(ours)]]
+    (folder / f"{rank}.json").write_text(json.dumps(came), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "saved"),
+    [
+        ({0: "parameter_server", 1: "average"}, 8),
+        ({0: "average", 1: "diloco"}, 8),
+        ({0: "local", 1: "average"}, BATCHES),
+    ],
+    ids=["from a server", "from a group", "from alone"],
+)
+def test_where_a_member_dies_as_strategies_change_all_go_on_from_checkpoints_that_fit(
+    serve, strategy, saved, tmp_path
+):
+    server = serve(model(seed=9))
+    address = server.address if strategy[0] == "parameter_server" else None
+
+    def life(timeout_s, *, dies):
+        port = free_port()
+        run = {"address": address, "strategy": strategy, "timeout_s": timeout_s}
+        processes = [
+            started(lived, rank, port, tmp_path, dies=dies and rank == 1, **run) for rank in range(2)
+        ]
+        for process in processes:
+            process.join(60)
+        return [process.exitcode for process in processes]
+
+    assert life(10, dies=True) == [1, -signal.SIGKILL]
+    newest = [directory.names(tmp_path / str(rank))[0] for rank in range(2)]
+    assert [int(name.rpartition("-")[2]) for name in newest] == [saved, 8]
+    assert life(30, dies=False) == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text("utf-8")) for rank in range(2))
+    assert first[:2] == second[:2] == ["epochs", 2 * BATCHES]
+    assert first[2] == second[2]
