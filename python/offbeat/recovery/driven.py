@@ -230,15 +230,16 @@ class Trained(Trainee):
         itself is no longer of the same size.
 
         Raises:
-            StateError: If some met by what was at work in their states, and others trained without a meeting.
+            StateError: If a strategy by which members meet has begun, or ended, between some of their states.
         """
         is_met = self._group() is not None
-        if not self.agree(self._trainer.meets_in_group(state["trainer"])):
+        if not self.agree(self._trainer.meetings(state["trainer"])):
             raise StateError(
                 f"this member's checkpoint is of {_shown_stage(state['trainer'])}, and it cannot go on with "
-                f"another's: some are of before members met in the process group, and some of after. Move "
-                f"the save-* folders of the later epoch out of the checkpoint_dir of those that are ahead, "
-                f"so that all go on from the one before; or begin anew, with other directories"
+                f"another's: a strategy by which members meet in the process group has begun, or ended, "
+                f"between the one and the other. Move the save-* folders of later epochs out of the "
+                f"checkpoint_dir of those that are ahead, so that all go on from the epoch of the one that "
+                f"is behind; or begin anew, with other directories"
             )
         if not is_met:
             self._take_buffers(state)

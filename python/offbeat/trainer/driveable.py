@@ -128,12 +128,22 @@ class Driveable:
         """Whether a strategy's members are a process group of torch's. For `FaultTolerantTrainer`."""
         return self._places.need_group(self._stage.schedule.values())
 
-    def meets_in_group(self, state: Mapping[str, Any]) -> bool:
-        """Whether members of a group met by what was at work in a state. For `FaultTolerantTrainer`."""
-        stage = state["stage"]
-        return stage is not None and self._places.need_group(
-            [settings.kind_at(self._stage.schedule, stage["epoch"])]
-        )
+    def meetings(self, state: Mapping[str, Any]) -> tuple[int, bool]:
+        """Tell where a state is among those of its members. For `FaultTolerantTrainer`.
+
+        Returns:
+            How many strategies had begun by which members meet in a process group, and whether such a one was
+            at work.
+        """
+        if (stage := state["stage"]) is None:
+            return 0, False
+        begun = 0
+        before: Kind | None = None
+        for epoch, kind in sorted(self._stage.schedule.items()):
+            if epoch <= stage["epoch"]:
+                begun += kind != before and self._places.need_group([kind])
+                before = kind
+        return begun, before is not None and self._places.need_group([before])
 
     @property
     def averages_at_a_server(self) -> bool:

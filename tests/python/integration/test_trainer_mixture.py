@@ -1,7 +1,7 @@
 """AsyncTrainer whose members push to a parameter server for a while, and average in a process group after it.
 
 What they have trained goes on from the one into the other, but for the way back: a server that has a model
-goes on with that. Checkpoints of before a first meeting and of after it are no run of members together.
+goes on with that. Checkpoints of before members begin, or end, to meet and of after it are no run together.
 """
 
 import json
@@ -268,15 +268,19 @@ def test_what_members_cannot_go_on_with_together_is_told_and_hangs_nowhere(
     assert all(worker["state"] in {"finished", "left"} for worker in server.status()["workers"])
 
 
-def gone_on_apart(rank, folder):
-    """Go on from checkpoints of two epochs, in one of which members met, and then of one; say how it went."""
+def gone_on_apart(rank, folder, strategy, ahead):
+    """Go on from checkpoints of two epochs, and then of the first; say how it went.
+
+    Between those a strategy by which members meet has begun, or ended, or both.
+    """
     Saver.save = waited(Saver.save)
-    ours, own, said = model(), folder / str(rank), []
-    for epochs, is_moved in ((2, False), (3, rank == 0), (3, rank == 1)):
-        for checkpoint in own.glob("save-*"):
-            if is_moved and not checkpoint.name.endswith("-step-8"):
-                shutil.rmtree(checkpoint)
-        with offbeat.AsyncTrainer(ours, 0, 1, EVERY, strategy={0: "local", 1: "average"}) as member:
+    ours, own, said, last = model(), folder / str(rank), [], len(strategy)
+    first = folder / f"{rank} of the first epoch"
+    for epochs, is_moved in ((1, False), (last, False), (last + 1, rank != ahead), (last + 1, rank == ahead)):
+        if is_moved:
+            shutil.rmtree(own)
+            shutil.copytree(first, own)
+        with offbeat.AsyncTrainer(ours, 0, 1, EVERY, strategy=strategy, overlap=False) as member:
             trainer = offbeat.FaultTolerantTrainer(member, own, checkpoint_frequency=8)
             try:
                 history = trainer.train(
@@ -290,17 +294,33 @@ def gone_on_apart(rank, folder):
                 said.append(str(error))
             else:
                 said.append((history.stopped, history.steps))
+        if epochs == 1:
+            shutil.copytree(own, first)
     return said
 
 
-def test_checkpoints_of_before_and_after_the_first_meeting_are_refused_in_all_members(tmp_path):
-    found = together(gone_on_apart, 2, tmp_path)
-    for (begun, told, ended), where in zip(
-        found, ["epoch 0, strategy 'local'", "epoch 1, strategy Average()"], strict=True
-    ):
-        assert begun == ("epochs", 2 * BATCHES)
-        assert f"this member's checkpoint is of {where}, and it cannot go on with another's" in told
-        assert ended == ("epochs", 3 * BATCHES)
+@pytest.mark.parametrize(
+    ("strategy", "first", "last", "ahead"),
+    [
+        (("local", "average"), "local", "Average()", 1),
+        (("local", "average", "local"), "local", "local", 0),
+        (("average", "local"), "Average()", "local", 1),
+        (("average", "local", "average"), "Average()", "Average()", 0),
+        (("average", "diloco"), "Average()", "DiLoCo(", 1),
+    ],
+)
+def test_checkpoints_of_before_and_after_a_meeting_begins_or_ends_are_refused_in_all_members(
+    strategy, first, last, ahead, tmp_path
+):
+    found = together(gone_on_apart, 2, tmp_path, dict(enumerate(strategy)), ahead)
+    num = len(strategy)
+    for rank, (begun, gone_on, told, ended) in enumerate(found):
+        assert [begun, gone_on] == [("epochs", BATCHES), ("epochs", num * BATCHES)]
+        epoch, kind = (num - 1, last) if rank == ahead else (0, first)
+        shown = f"epoch {epoch}, strategy {kind}".replace("local", "'local'")
+        assert f"this member's checkpoint is of {shown}" in told
+        assert "cannot go on with another's: a strategy by which members meet in the process group" in told
+        assert ended == ("epochs", (num + 1) * BATCHES)
 
 
 class Dies(logging.Handler):
