@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import distributed
 
 from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
@@ -41,6 +42,7 @@ class Stage:
         self.syncs = syncs
         self._kind: Kind | None = None
         self._epoch = 0
+        self._has_left_server = False  # by `close`, without what others had still to push
 
     def begin(self) -> None:
         """Let what is at work begin again, with the optimizer there is by now."""
@@ -90,6 +92,7 @@ class Stage:
             before = self._values() if is_change and kind != "local" else None
             strategy = self.strategy = self._made_for(epoch)
             self._kind = kind
+            self._tell_of_pushes(kind, epoch)
             self.used.append(shown_kind(kind))
             strategy.begin()
             if before is not None and not all(map(torch.equal, before, self._values())):
@@ -123,6 +126,22 @@ class Stage:
             f"without it is not: that is lost, unless others have it; let it come before other strategies"
             f"{instead}"
         )
+
+    def _tell_of_pushes(self, kind: Kind, epoch: int) -> None:
+        """Warn where members begin in a group after a server that was left before they caught up there."""
+        if kind == "local":
+            return
+        had_left, self._has_left_server = self._has_left_server, False
+        places = self._workshop.places
+        group = places.group_of_members() if had_left and places.need_group([kind]) else None
+        if group is not None and distributed.get_world_size(group) > 1:
+            named = f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)
+            log.warn(
+                f"epoch {epoch}: {named} goes on from the model that the first member has, as it had pulled "
+                f"it when close() came: what others have pushed to the server since is not in it. Change the "
+                f"strategy without close() in between, within one train or two: members wait until all have "
+                f"pushed then, and go on from the server's model"
+            )
 
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
@@ -165,6 +184,7 @@ class Stage:
         """Make what was at work, with what it had; it has not begun. The model stays as it is."""
         self.close()
         self.epoch_at_work = None  # it may go back to an epoch before
+        self._has_left_server = False  # the model is a state's
         if state is None:
             return
         tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
@@ -183,6 +203,7 @@ class Stage:
         """End whatever is at work, by a failure perhaps; nobody is waited for."""
         strategy, self.strategy, self._kind = self.strategy, None, None
         if strategy is not None:
+            self._has_left_server = isinstance(strategy, Served)
             strategy.close(failure)
 
     def _made_for(self, epoch: int) -> Strategy:

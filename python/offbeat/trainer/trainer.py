@@ -648,7 +648,11 @@ class AsyncTrainer(Driveable):
     # ------------------------------------------------------------------ an end
 
     def close(self) -> None:
-        """Let go of members and servers; a worker says goodbye. Model and `train` stay usable."""
+        """Let go of members and servers; a worker says goodbye. Model and `train` stay usable.
+
+        The model of ``"parameter_server"`` is as it was pulled last. Where members of a process group are to
+        go on from what all have pushed, change `strategy` first, and train on without this in between.
+        """
         self._stage.close()
 
     def __enter__(self) -> Self:

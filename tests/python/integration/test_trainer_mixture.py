@@ -215,6 +215,23 @@ def test_what_one_member_pushes_after_another_has_ended_is_in_what_all_go_on_fro
         assert not [text for text in told if "is lost" in text]
 
 
+def in_two_trains(rank, address, closes):
+    """Push in one call of `train`, and average in the next."""
+    with warned() as told, member_of(model(), address, {0: "parameter_server", 1: "average"}) as trainer:
+        for _ in range(2):
+            trainer.train(dataloader=data_of(rank), optimizer=optim.SGD(lr=0.1), loss_fn=LOSS, progress=False)
+            if closes:
+                trainer.close()
+    return [text for text in told if "what others have pushed to the server since is not in it" in text]
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_closes_a_trainer_between_pushes_and_averages_is_told_what_is_not_in_the_model(serve, closes):
+    found = together(in_two_trains, 2, serve(model(seed=9)).address, closes)
+    assert [len(told) for told in found] == [closes] * 2
+    assert all(text.startswith("epoch 1: Average() goes on from") for told in found for text in told)
+
+
 class Sets:
     """Chooses what comes after the first epoch."""
 
