@@ -178,7 +178,7 @@ class Loop:
         batch = Batch.of(given, workshop.device)
         samples = batch.samples
         workshop.numerics.norm = None
-        before = history.steps
+        before = workshop.tally.steps  # with what the strategy before made as it gave way
         made = strategy.batch(batch)
         if made.lost is not None:
             raise made.lost
@@ -191,7 +191,7 @@ class Loop:
         else:
             self._finiteness.add(loss, history.steps)
         if plan.callbacks.has("on_step"):
-            norm, is_update = workshop.numerics.norm, history.steps > before
+            norm, is_update = workshop.numerics.norm, workshop.tally.steps > before
             is_skipped = made.is_told_as_skipped
             step = Step(history.steps, epoch, samples, made.loss, norm, is_skipped, is_update)
             plan.callbacks.tell("on_step", step)

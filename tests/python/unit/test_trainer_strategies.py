@@ -1,6 +1,7 @@
 """A trainer's strategies: which trains when, what each has a use for, and what changes between them."""
 
 import logging
+import types
 
 import pytest
 import torch
@@ -108,6 +109,15 @@ def test_who_averages_with_nobody_is_told_so(keywords, is_told, caplog):
     assert caplog.text.count("averages with nobody: this process trains alone") == is_told
     names_a_server = is_told and keywords["strategy"] != "gossip"  # whose members meet at none
     assert ("'tcp'" in caplog.text, "server_address=" in caplog.text) == (names_a_server, names_a_server)
+
+
+def test_an_update_that_is_made_as_another_frequency_begins_is_of_no_batch_for_callbacks():
+    told = []
+    callback = types.SimpleNamespace(on_step=lambda _, step: told.append((step.step, step.is_update)))
+    trainer = offbeat.AsyncTrainer(plain(), 1, 2, 3, strategy="accumulate", overlap=False, callbacks=callback)
+    train(trainer, optim.SGD(lr=0.1), data=DATA[:3], epochs=2)
+    gathered, made, flushed = (0, False), (1, True), (2, False)
+    assert told == [gathered, made, (1, False), flushed, flushed, (3, True)]
 
 
 @pytest.mark.parametrize("is_set", [False, True])
