@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Sums", "reduce"]
 
+TO_FLUSH = "call flush() when its data is at its end, as others may have more"
+"""What each member is to do, where sums are of what it trains on, as people are told who wait for another."""
+
 LEAVING_S = 5.0
 """Longest wait, at the end, for others to come to what is under way; it goes on behind after that."""
 
@@ -36,14 +39,17 @@ class Sums:
     the sums under way is lost, and torch's group cannot go on.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, *, of: str) -> None:
-        """`group`: one's own, which is destroyed at the end; `of`: what is added up, for people."""
+    def __init__(self, group: distributed.ProcessGroup, *, of: str, each: str = TO_FLUSH) -> None:
+        """`group`: one's own, which is destroyed at the end; `of`: what is added up, for people.
+
+        `each`: what each member is to do, so that nobody waits in vain, for them, too.
+        """
         self._group: distributed.ProcessGroup | None = group
         self._pid = os.getpid()
         _open.add(self)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last of all, so that it comes before the default group is left
-        self._of = of
+        self._of, self._each = of, each
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
         self._waits = Waits()
@@ -54,6 +60,7 @@ class Sums:
         group: distributed.ProcessGroup,
         *,
         of: str,
+        each: str = TO_FLUSH,
         more: timedelta = timedelta(0),
         backend: str | None = None,
     ) -> Self:
@@ -63,10 +70,10 @@ class Sums:
             ConnectionLostError: If a member is lost.
         """
         try:
-            with Waits().telling(lambda waited_s: _waiting(group, of, waited_s, more=more)):
-                return cls(own_group(group, more=more, backend=backend), of=of)
+            with Waits().telling(lambda waited_s: _waiting(group, of, each, waited_s, more=more)):
+                return cls(own_group(group, more=more, backend=backend), of=of, each=each)
         except RuntimeError as error:  # torch's store has waited for a member that did not come
-            raise ConnectionLostError(_lost(of, error)) from None
+            raise ConnectionLostError(_lost(of, each, error)) from None
 
     @property
     def group(self) -> distributed.ProcessGroup:
@@ -205,11 +212,11 @@ class Sums:
         if is_there or group is None:
             yield
             return
-        with self._waits.telling(lambda waited_s: _waiting(group, self._of, waited_s)):
+        with self._waits.telling(lambda waited_s: _waiting(group, self._of, self._each, waited_s)):
             yield
 
     def _lose(self, error: RuntimeError) -> NoReturn:
-        self._lost = _lost(self._of, error)
+        self._lost = _lost(self._of, self._each, error)
         raise ConnectionLostError(self._lost) from None  # whose cause is in the text
 
 
@@ -220,7 +227,7 @@ def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed
     return work
 
 
-def _lost(of: str, error: RuntimeError) -> str:
+def _lost(of: str, each: str, error: RuntimeError) -> str:
     """Word that a member is lost, and what to do; last torch's cause, which begins with its own paths."""
     cause = str(error).strip().partition("\n")[0]
     if "NCCL" in cause and "invalid usage" in cause:  # which tells the reason in its own log alone
@@ -231,13 +238,13 @@ def _lost(of: str, error: RuntimeError) -> str:
         )
     return (
         f"{of} of all members could not be put together, for one is gone or was waited for too long: start "
-        f"all of them again, for torch's process groups do not outlive a member, and let each call flush() "
-        f"when its data is at its end, as others may have more; the cause: {cause}"
+        f"all of them again, for torch's process groups do not outlive a member, and let each {each}; the "
+        f"cause: {cause}"
     )
 
 
 def _waiting(
-    group: distributed.ProcessGroup, of: str, waited_s: float, *, more: timedelta = timedelta(0)
+    group: distributed.ProcessGroup, of: str, each: str, waited_s: float, *, more: timedelta = timedelta(0)
 ) -> str:
     """Word that a member waits for others, and for how long it does."""
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
@@ -246,7 +253,7 @@ def _waiting(
     return (
         f"member {rank} of {size} has waited {waited_s:g} s for {others}, to put {of} of all members "
         f"together: slower, stopped, or not that far; it waits up to {most_s:g} s for each sum (the process "
-        f"group's timeout), and raises ConnectionLostError then. Whose data is at its end has to call flush()"
+        f"group's timeout), and raises ConnectionLostError then. Each has to {each}"
     )
 
 

@@ -19,6 +19,11 @@ from offbeat.worker.turn import AFTER_A_LOSS
 
 __all__ = ["Served"]
 
+TO_CHANGE = (
+    "have the same epochs and max_steps, and call stop, or set strategy, after the same batch of its own"
+)
+"""What each member is to do, where they wait for one another before they meet: a trainer has no `flush`."""
+
 JOIN_AGAIN = (
     ". The model keeps the parameters last pulled: when a server is there again, call the trainer's close(), "
     "and then train(), which joins it; a server without a model begins with this one"
@@ -110,7 +115,7 @@ class Served(Strategy):
         if self.worker is None or group is None or distributed.get_world_size(group) == 1:
             return
         check_device(group, workshop.device)
-        members = Sums.among(group, of="what is next")
+        members = Sums.among(group, of="what is next", each=TO_CHANGE)
         try:
             with members.together() as own:
                 are_alike = is_alike(own, then, workshop.device)

@@ -281,6 +281,7 @@ def test_what_members_cannot_go_on_with_together_is_told_and_hangs_nowhere(
     found = together(going_on, 2, server.address, strategies, optimizer)
     for (said, left), expected in zip(found, told, strict=True):
         assert said.startswith(expected)
+        assert "flush()" not in said, "a trainer has none"
         assert left == 0
     assert all(worker["state"] in {"finished", "left"} for worker in server.status()["workers"])
 
