@@ -25,6 +25,16 @@ def free_address():
     return f"127.0.0.1:{free_port()}"
 
 
+def group_of(size):
+    """Give the environment by which processes, each with a RANK besides, find one another."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 def network_address():
     """The address by which other machines reach this one (nothing is sent to the one named here)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -160,12 +170,7 @@ def test_a_loop_of_one_s_own(start):
 def test_three_lines_make_a_plain_loop_asynchronous(start):
     (printed,) = finish(start("three_lines.py"))
     assert float(re.search(r"plain: accuracy ([\d.]+)", printed)[1]) > 0.8
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_address().rpartition(":")[2],
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
+    place = group_of(2)
     ranks = [start("three_lines.py", "asynchronous", RANK=str(rank), **place) for rank in range(2)]
     found = [re.search(r"asynchronous: accuracy ([\d.]+)", printed)[1] for printed in finish(*ranks)]
     assert found[0] == found[1], "they have the same model"
@@ -215,24 +220,14 @@ def test_each_of_the_family_does_what_its_few_lines_say(start, tmp_path):
 
 
 def test_eight_processes_average(start):
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_address().rpartition(":")[2],
-        "WORLD_SIZE": "8",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = group_of(8)
     printed = finish(*(start("tour_members.py", RANK=str(rank), **environment) for rank in range(8)))
     assert float(re.search(r"averaged: 7 times, accuracy ([\d.]+)", printed[0])[1]) > 0.95
     assert all("Epoch 9, Loss: " in of_one for of_one in printed)
 
 
 def test_the_averaging_tutorial_in_separate_processes(start):
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_address().rpartition(":")[2],
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = group_of(2)
     name = "tour_averaging.py"
     printed, also = finish(*(start(name, RANK=str(rank), **environment) for rank in range(2)))
     accuracy = float(re.search(r"Averaged, accuracy: ([\d.]+)", printed)[1])
