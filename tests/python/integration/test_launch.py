@@ -57,19 +57,21 @@ def test_each_worker_has_its_rank_and_a_server(script, tmp_path):
 def test_who_has_the_token_is_told_how_to_ask_how_workers_do(script):
     train = script(
         """
-        import offbeat
+        import threading, offbeat
         offbeat.Client().__enter__()
         print("joined", flush=True)
-        input()
+        while not threading.Event().wait(0.2): pass
         """
     )
     theirs = {"OFFBEAT_TOKEN": "one-that-the-user-chose"}
-    with command("launch", "--workers", "1", train, stdin=subprocess.PIPE, **theirs) as launch:
+    with command("launch", "--workers", "1", train, **theirs) as launch:
         place = re.search(r"`offbeat (status .*)`", launch.line("offbeat status"))[1]
         launch.line("joined")
         with command(*place.split(), "--json", **theirs) as status:
             assert status.ends() == 0, status.said
         assert '"workers"' in "".join(status.out)
+        launch.signal(signal.SIGINT)
+        launch.ends()
 
 
 def test_of_a_token_that_nobody_knows_nothing_is_told(script):
