@@ -112,6 +112,9 @@ class Session:
     def init(self, table: str, values: Sequence[_Memory], blueprint: str | None) -> bool:
         """Bring a model; False if another worker's was there first."""
 
+    def replace(self, table: str, values: Sequence[_Memory], since: int) -> bool:
+        """Bring values for the model there is, unless it is newer than a version; False if it is."""
+
     def configure(self, contribution: str, optimizer: str | None) -> str:
         """Say what this worker pushes ("gradient" or "delta") and with which optimizer; return the run."""
 

@@ -82,7 +82,10 @@ fn refused(request: u32, fatal: bool) -> Vec<u8> {
 fn calls() -> Vec<(&'static str, Call)> {
     let optimizer = Some(small::sgd(0.9));
     vec![
-        ("init-begin", Call::InitBegin { table: small::table(), blueprint: Some("{}".into()) }),
+        (
+            "init-begin",
+            Call::InitBegin { table: small::table(), blueprint: Some("{}".into()), replaces: Some(1) },
+        ),
         ("init-commit", Call::InitCommit),
         ("wait-model", Call::WaitModel),
         ("configure", Call::Configure { contribution: Contribution::Gradient, optimizer }),
@@ -273,9 +276,13 @@ fn sessions() -> Vec<Seed> {
     let of = |name: &str, choice: u8, frames: Vec<Vec<u8>>| {
         seed("session", name, [vec![choice], frames.concat()].concat())
     };
-    let values = (0..3).map(|index| fragment(Kind::Value, 0, index, 0));
-    let begin = call(&Call::InitBegin { table: small::table(), blueprint: None });
-    let init = [vec![begin.clone()], values.collect(), vec![call(&Call::InitCommit), pull(None)]].concat();
+    let begin = call(&Call::InitBegin { table: small::table(), blueprint: None, replaces: None });
+    let instead = call(&Call::InitBegin { table: small::table(), blueprint: None, replaces: Some(0) });
+    let whole = |begin: Vec<u8>| {
+        let values = (0..3).map(|index| fragment(Kind::Value, 0, index, 0));
+        [vec![begin], values.collect(), vec![call(&Call::InitCommit), pull(None)]].concat()
+    };
+    let init = whole(begin.clone());
     let mut all = vec![
         of("push", 0, vec![push(1, 0)]),
         of("push-twice", 0, vec![push(1, 0), push(2, 0)]),
@@ -287,6 +294,7 @@ fn sessions() -> Vec<Seed> {
         ),
         of("pull", 0, vec![pull(None), pull(Some(&[0, 0, 0]))]),
         of("init", 2, init),
+        of("init-instead", 0, whole(instead)),
         of("attack-not-finite", 0, vec![push(1, 0xff)]),
         of("attack-large", 0, vec![push(1, 0x7f), push(2, 0x7e)]),
         of("attack-large-half", 0, vec![push(1, 0x7f), push_of_halves(2, [0x40, 0x7b])]),

@@ -274,7 +274,7 @@ fn send_values(raw: &mut Raw, value: f32) {
 }
 
 fn begin(raw: &mut Raw) {
-    raw.call(1, &Call::InitBegin { table: table(), blueprint: Some("how".into()) });
+    raw.call(1, &Call::InitBegin { table: table(), blueprint: Some("how".into()), replaces: None });
 }
 
 #[test]
@@ -325,7 +325,7 @@ fn who_waits_its_turn_with_another_model_could_not_begin() {
     let (mut b, joined) = Raw::joined(&server, "b");
     let _control = Raw::attached(&server, &joined);
     let other = TensorTable::new(vec![common::tensor("other", 3, Role::Parameter)]).unwrap();
-    b.call(1, &Call::InitBegin { table: other, blueprint: None });
+    b.call(1, &Call::InitBegin { table: other, blueprint: None, replaces: None });
     send_values(&mut a, 1.0);
     a.call(2, &Call::InitCommit);
     assert_eq!(a.reply(), Reply::Init { taken: true });
@@ -339,7 +339,7 @@ fn who_waits_its_turn_with_another_model_could_not_begin() {
 
 fn begin_with_another_model(raw: &mut Raw) {
     let other = TensorTable::new(vec![common::tensor("other", 3, Role::Parameter)]).unwrap();
-    raw.call(1, &Call::InitBegin { table: other, blueprint: None });
+    raw.call(1, &Call::InitBegin { table: other, blueprint: None, replaces: None });
     assert_eq!(raw.refused().code, RefusalCode::ModelMismatch);
 }
 
@@ -436,7 +436,7 @@ fn whatever_was_taken_another_worker_can_be_told_of() {
         Some(optimizer)
     };
     let bring = |raw: &mut Raw, blueprint| {
-        raw.call(1, &Call::InitBegin { table: table(), blueprint: Some(blueprint) });
+        raw.call(1, &Call::InitBegin { table: table(), blueprint: Some(blueprint), replaces: None });
     };
     let agree = |raw: &mut Raw, optimizer| {
         raw.call(2, &Call::Configure { contribution: Contribution::Gradient, optimizer });

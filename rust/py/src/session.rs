@@ -174,6 +174,19 @@ impl Session {
         self.call(py, |client, signals| client.init(&table, &bytes, blueprint, signals))
     }
 
+    fn replace(
+        &self,
+        py: Python<'_>,
+        table: &str,
+        values: Vec<Bound<'_, PyAny>>,
+        since: u64,
+    ) -> PyResult<bool> {
+        let table: TensorTable = parse(py, "the model", table)?;
+        let held = take_tensors(&values)?;
+        let bytes = tensors(&held);
+        self.call(py, |client, signals| client.replace(&table, &bytes, since, signals))
+    }
+
     fn configure(&self, py: Python<'_>, contribution: &str, optimizer: Option<&str>) -> PyResult<String> {
         let contribution: Contribution = parse(py, "the contribution", &json(py, &contribution)?)?;
         let optimizer: Option<OptimizerSpec> =

@@ -34,6 +34,7 @@ impl Inner {
         table: &TensorTable,
         values: &[&[u8]],
         blueprint: Option<&str>,
+        replaces: Option<u64>,
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
         ModelInfo::check_size(table, blueprint).map_err(|e| ClientError::bad_input(e.to_string()))?;
@@ -45,7 +46,7 @@ impl Inner {
         if let Some((spec, index, value)) = first_nonfinite_parameter(self.isa, table, values) {
             return Err(ClientError::NonFiniteModel { tensor: spec.name.clone(), index, value });
         }
-        let taken = self.bring(table, values, blueprint, interrupt);
+        let taken = self.bring(table, values, blueprint, replaces, interrupt);
         if taken == Err(ClientError::Interrupted) {
             // The server waits for the rest, and others for the server: only a closed connection tells both.
             let cause = "interrupted while it brought the model".to_owned();
@@ -70,10 +71,11 @@ impl Inner {
         table: &TensorTable,
         values: &[&[u8]],
         blueprint: Option<&str>,
+        replaces: Option<u64>,
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
         let blueprint = blueprint.map(str::to_owned);
-        let call = Call::InitBegin { table: table.clone(), blueprint: blueprint.clone() };
+        let call = Call::InitBegin { table: table.clone(), blueprint: blueprint.clone(), replaces };
         match self.call(&call, interrupt)? {
             Reply::Init { taken: true } => {}
             Reply::Init { taken: false } => return Ok(false),
@@ -90,7 +92,7 @@ impl Inner {
         );
         self.turn(Turn::send(0, outgoing), interrupt, &Connection::is_sent)?;
         match self.call(&Call::InitCommit, interrupt)? {
-            Reply::Init { taken: true } | Reply::Model { .. } => Ok(true),
+            Reply::Init { taken } => Ok(taken),
             reply => Err(self.unexpected(&reply)),
         }
     }

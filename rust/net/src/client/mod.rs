@@ -161,7 +161,24 @@ impl Client {
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
         let inner = self.inner()?;
-        inner.again(interrupt, &mut |inner| inner.init(table, values, blueprint, interrupt))
+        inner.again(interrupt, &mut |inner| inner.init(table, values, blueprint, None, interrupt))
+    }
+
+    /// Brings values, as [`Self::init`] does, also where there is a model, unless that is newer than version `since`: it has
+    /// these values then in a new term, in which its optimizer begins anew, and pushes that were computed on the ones before
+    /// are rejected. What is pushed while they come is lost. Returns whether these were taken.
+    ///
+    /// # Errors
+    /// As [`Self::init`].
+    pub fn replace(
+        &mut self,
+        table: &TensorTable,
+        values: &[&[u8]],
+        since: u64,
+        interrupt: &dyn Interrupt,
+    ) -> Result<bool, ClientError> {
+        let inner = self.inner()?;
+        inner.again(interrupt, &mut |inner| inner.init(table, values, None, Some(since), interrupt))
     }
 
     /// Says what this worker's pushes carry and which optimizer it was given.

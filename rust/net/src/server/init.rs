@@ -1,8 +1,12 @@
-//! The first worker brings the model: table, blueprint, and the values fragment by fragment. Nothing is visible until
-//! all of it has come; whoever else wants to bring one waits, and is told when it is not needed any more.
+//! A worker brings the model, the first one most often: table, blueprint, and the values fragment by fragment. Nothing is
+//! visible until all of it has come; whoever else wants to bring one waits, and is told when it is not needed any more.
 
 use super::end::End;
+use super::error::ServerError;
+use super::model::Model;
+use super::shared::Shared;
 use super::snapshot::Snapshot;
+use super::values;
 use crate::frame::{FrameReader, Socket};
 use offbeat_core::checksum::checksum;
 use offbeat_core::layout::{Fragment, FragmentKind, Layout};
@@ -12,6 +16,7 @@ use offbeat_core::values::all_finite;
 use offbeat_core::wire::Header;
 use offbeat_core::wire::header::CODEC_RAW;
 use offbeat_core::wire::message::RefusalCode;
+use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 
 /// A model on its way.
@@ -21,14 +26,21 @@ pub(super) struct Init {
     layout: Layout,
     /// Wire bytes of the fragments that have come; grows with them.
     values: Vec<Vec<u8>>,
+    /// As [`Call::InitBegin`](offbeat_core::wire::message::Call::InitBegin) has it.
+    replaces: Option<u64>,
     right: OwnedSemaphorePermit,
 }
 
 impl Init {
     /// Begins with what is known before the values; `right` is the right to bring a model.
-    pub(super) fn new(table: TensorTable, blueprint: Option<String>, right: OwnedSemaphorePermit) -> Self {
+    pub(super) fn new(
+        table: TensorTable,
+        blueprint: Option<String>,
+        replaces: Option<u64>,
+        right: OwnedSemaphorePermit,
+    ) -> Self {
         let layout = Layout::of(&table);
-        Self { table, blueprint, layout, values: Vec::new(), right }
+        Self { table, blueprint, layout, values: Vec::new(), replaces, right }
     }
 
     /// Takes one fragment's initial values.
@@ -73,8 +85,23 @@ impl Init {
         self.values.len() == self.layout.fragments.len()
     }
 
-    /// The model with its blueprint, and the right to bring it, which is given back when it stands.
-    pub(super) fn into_parts(self) -> (Snapshot, Option<String>, OwnedSemaphorePermit) {
-        (Snapshot { table: self.table, fragments: self.values }, self.blueprint, self.right)
+    /// Puts it there; gives whether it is the model's: pushes may have come since it began. Blocks; `runtime` is to wait by.
+    pub(super) fn put(self, shared: &Shared, runtime: &Handle) -> Result<bool, ServerError> {
+        let Self { table, blueprint, mut values, replaces, right: _right, .. } = self;
+        let Some(model) = shared.model.get() else {
+            shared.set_model(Snapshot { table, fragments: values }, blueprint)?;
+            return Ok(true);
+        };
+        if !is_replaced(model, replaces) {
+            return Ok(false);
+        }
+        let fill = &mut |i: usize, to: &mut [u8]| to.copy_from_slice(&std::mem::take(&mut values[i]));
+        values::replace(shared, model, runtime, fill)?;
+        Ok(true)
     }
+}
+
+/// Whether a model gives way to one that has all, up to some version of it, that is to be kept.
+pub(super) fn is_replaced(model: &Model, replaces: Option<u64>) -> bool {
+    replaces.is_some_and(|version| model.store.version() <= version)
 }

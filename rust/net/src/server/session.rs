@@ -3,7 +3,7 @@
 
 use super::connection::{Answer, Connection, Phase};
 use super::end::{End, or_closed};
-use super::init::Init;
+use super::init::{Init, is_replaced};
 use super::joined::Entered;
 use super::membership::Traffic;
 use super::outbox::Outbox;
@@ -20,6 +20,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_blocking;
 
@@ -188,7 +189,9 @@ impl Session {
 
     async fn answer(&mut self, header: &Header, call: Call) -> Result<Reply, End> {
         match call {
-            Call::InitBegin { table, blueprint } => self.init_begin(header, table, blueprint).await,
+            Call::InitBegin { table, blueprint, replaces } => {
+                self.init_begin(header, table, blueprint, replaces).await
+            }
             Call::InitCommit => self.init_commit(header).await,
             Call::WaitModel => {
                 self.or_closed(self.shared.model.wait()).await?;
@@ -242,6 +245,7 @@ impl Session {
         header: &Header,
         table: TensorTable,
         blueprint: Option<String>,
+        replaces: Option<u64>,
     ) -> Result<Reply, End> {
         if self.init.is_some() {
             return Err(End::refused(header, RefusalCode::State, "this worker is bringing a model already"));
@@ -260,10 +264,13 @@ impl Session {
                 }
                 return Err(end);
             }
+            let stays = !is_replaced(model, replaces);
             self.place(header)?;
-            return Ok(Reply::Init { taken: false });
+            if stays {
+                return Ok(Reply::Init { taken: false });
+            }
         }
-        self.init = Some(Init::new(table, blueprint, right));
+        self.init = Some(Init::new(table, blueprint, replaces, right));
         Ok(Reply::Init { taken: true })
     }
 
@@ -271,15 +278,17 @@ impl Session {
         let Some(init) = self.init.take_if(|init| init.is_whole()) else {
             return Err(End::refused(header, RefusalCode::State, "the model's values have not all come"));
         };
-        let (snapshot, blueprint, _right) = init.into_parts();
-        let shared = Arc::clone(&self.shared);
+        let (shared, runtime) = (Arc::clone(&self.shared), Handle::current());
         // All values are copied: not on a thread that others wait for.
-        let put = spawn_blocking(move || shared.set_model(snapshot, blueprint).map(drop)).await;
-        put.map_err(|e| End::lost_inside(header, "the model", &e))?.map_err(|e| End::of_model(header, &e))?;
-        tracing::info!(worker = self.worker_id, "the worker brought the model");
+        let put = spawn_blocking(move || init.put(&shared, &runtime)).await;
+        let put = put.map_err(|e| End::lost_inside(header, "the model", &e))?;
+        let taken = put.map_err(|e| End::of_model(header, &e))?;
+        if taken {
+            tracing::info!(worker = self.worker_id, "the worker brought the model");
+        }
         self.place(header)?;
         self.has_begun = true;
-        Ok(Reply::Init { taken: true })
+        Ok(Reply::Init { taken })
     }
 
     /// Waits for something that is not the peer's to give, unless the peer goes away.

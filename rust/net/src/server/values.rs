@@ -4,11 +4,14 @@ use super::Server;
 use super::cut;
 use super::error::ServerError;
 use super::keeper;
+use super::model::Model;
+use super::shared::Shared;
 use super::snapshot::check_values;
 use crate::tensors::{self, Tensors, gather};
 use offbeat_core::store::{Load, Store};
 use offbeat_core::wire::message::Event;
 use std::sync::{Arc, PoisonError};
+use tokio::runtime::Handle;
 
 impl Server {
     /// A consistent copy of the model: its table and each tensor's bytes. `None` while there is no model.
@@ -34,22 +37,9 @@ impl Server {
     pub fn load_tensors(&self, tensors: &[impl AsRef<[u8]>]) -> Result<(), ServerError> {
         self.check()?;
         let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
-        let store = &model.store;
-        check_values(store.table(), tensors)?;
-        let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(checkpoints) = &self.shared.checkpoints {
-            checkpoints.reserve_term(store.term() + 1)?;
-        }
-        let layout = Arc::clone(store.layout());
-        let load = store.load(&mut |i, to| gather(&layout, tensors, i, to));
-        let (term, _) = self.finish(store, load);
-        drop(whole);
-        tracing::info!(term, "the model's values were replaced");
-        self.shared.members().tell_all(&Event::Term { term });
-        if let Some(checkpoints) = &self.shared.checkpoints {
-            keeper::keep_term(&self.shared, checkpoints, model, term);
-        }
-        Ok(())
+        check_values(model.store.table(), tensors)?;
+        let layout = Arc::clone(model.store.layout());
+        replace(&self.shared, model, &self.control, &mut |i, to| gather(&layout, tensors, i, to))
     }
 
     /// Goes back to a checkpoint, the newest or that of a version: model and optimizer state are what they were then, in
@@ -68,7 +58,7 @@ impl Server {
         let (mark, earlier) = checkpoints.recall(version, store.table(), self.shared.config.store())?;
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         checkpoints.reserve_term(store.term() + 1)?;
-        let (term, now) = self.finish(store, store.roll_back(&earlier));
+        let (term, now) = finish(&self.control, store, store.roll_back(&earlier));
         // Not before: what is saved meanwhile is all there is until one has these values.
         checkpoints.went_back(mark, (term, now));
         drop(whole);
@@ -79,17 +69,42 @@ impl Server {
         keeper::keep_term(&self.shared, checkpoints, model, term);
         Ok(then)
     }
+}
 
-    /// Drives a load to its end; gives its term, and the version at which it came.
-    fn finish(&self, store: &Arc<Store>, mut load: Load) -> (u64, u64) {
-        let mut role = load.model_role.take();
-        while let Some(held) = role {
-            role = held.step();
-        }
-        for done in load.done {
-            // Driven by whoever held the turn; an error says that the store is gone.
-            self.control.block_on(done).ok();
-        }
-        (store.term(), load.version)
+/// Replaces every value of the model, each fragment's by what `fill` writes. Blocks; `runtime` is to wait by.
+///
+/// # Errors
+/// [`ServerError`] if the server keeps checkpoints and has stopped; nothing has changed then.
+pub(super) fn replace(
+    shared: &Shared,
+    model: &Model,
+    runtime: &Handle,
+    fill: &mut dyn FnMut(usize, &mut [u8]),
+) -> Result<(), ServerError> {
+    let store = &model.store;
+    let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(checkpoints) = &shared.checkpoints {
+        checkpoints.reserve_term(store.term() + 1)?;
     }
+    let (term, _) = finish(runtime, store, store.load(fill));
+    drop(whole);
+    tracing::info!(term, "the model's values were replaced");
+    shared.members().tell_all(&Event::Term { term });
+    if let Some(checkpoints) = &shared.checkpoints {
+        keeper::keep_term(shared, checkpoints, model, term);
+    }
+    Ok(())
+}
+
+/// Drives a load to its end; gives its term, and the version at which it came.
+fn finish(runtime: &Handle, store: &Arc<Store>, mut load: Load) -> (u64, u64) {
+    let mut role = load.model_role.take();
+    while let Some(held) = role {
+        role = held.step();
+    }
+    for done in load.done {
+        // Driven by whoever held the turn; an error says that the store is gone.
+        runtime.block_on(done).ok();
+    }
+    (store.term(), load.version)
 }

@@ -17,7 +17,14 @@ pub const MOST_TERMS_BYTES: usize = 1 << 10;
 pub enum Call {
     /// I bring a model. If the answer is `taken`, one [`Kind::Value`](crate::wire::Kind::Value) frame per fragment
     /// follows, in order, then [`Call::InitCommit`]. Waits while another worker is bringing one.
-    InitBegin { table: TensorTable, blueprint: Option<String> },
+    InitBegin {
+        table: TensorTable,
+        blueprint: Option<String>,
+        /// The newest version of the server's model whose values are in mine, or are not wanted: a model that is no newer
+        /// takes these values. `None`: whatever model there is stays.
+        #[serde(default)]
+        replaces: Option<u64>,
+    },
     /// All values are sent; they become the model.
     InitCommit,
     /// Answer when there is a model.
@@ -74,7 +81,7 @@ pub enum Parting {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// `false`: there is a model already, and its table is the worker's.
+    /// `false`: there is a model already, its table is the worker's, and it stays.
     Init {
         taken: bool,
     },

@@ -159,7 +159,7 @@ mod tests {
         encode(&both, &mut bytes);
         assert!(decode::<(ModelInfo, OptimizerSpec)>(&bytes) == Ok(both));
         for message in [
-            Call::InitBegin { table: table.clone(), blueprint: Some("x".repeat(1 << 20)) },
+            Call::InitBegin { table: table.clone(), blueprint: Some("x".repeat(1 << 20)), replaces: Some(1) },
             Call::Configure { contribution: Contribution::Gradient, optimizer: Some(optimizer) },
         ] {
             let mut bytes = vec![];

@@ -177,7 +177,8 @@ mod tests {
             lost_updates: 3,
         });
         survives(&Attach { incarnation: 1, secret: [9; 16] });
-        survives(&Call::InitBegin { table: table(), blueprint: None });
+        survives(&Call::InitBegin { table: table(), blueprint: None, replaces: None });
+        survives(&Call::InitBegin { table: table(), blueprint: None, replaces: Some(u64::MAX) });
         survives(&Call::InitCommit);
         survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
         let said = |words: &str| Some(words.to_owned());

@@ -1,0 +1,152 @@
+//! A worker that brings values for a model that is there, which gives way to them or stays: real sockets, real files.
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod common;
+
+use common::kept::{Place, Steps, until_the_first};
+use common::{FRAGMENTS, NEVER, Raw, client, config, floats, parameters, start, status, table, values};
+use offbeat_core::pipeline::Reason;
+use offbeat_core::spec::Transaction;
+use offbeat_core::table::{Role, TensorTable};
+use offbeat_core::wire::message::{Call, Event, RefusalCode, Reply};
+use offbeat_core::wire::{Header, Kind};
+use offbeat_net::server::{Server, ServerConfig};
+use std::sync::Arc;
+
+const TRANSACTIONS: [Transaction; 2] = [Transaction::Fragment, Transaction::Model];
+
+fn with(transaction: Transaction) -> ServerConfig {
+    ServerConfig { transaction, ..config() }
+}
+
+fn begin(raw: &mut Raw, since: u64) -> Reply {
+    raw.call(1, &Call::InitBegin { table: table(), blueprint: None, replaces: Some(since) });
+    raw.reply()
+}
+
+/// Sends the values of all fragments, and what ends them.
+fn commit(raw: &mut Raw, value: f32) -> Reply {
+    for (i, len) in FRAGMENTS.into_iter().enumerate() {
+        let header = Header { fragment: u32::try_from(i).unwrap(), ..Header::new(Kind::Value) };
+        raw.frame(header, &floats(len, value));
+    }
+    raw.call(2, &Call::InitCommit);
+    raw.reply()
+}
+
+fn assert_all(server: &Server, value: f32) {
+    assert!(parameters(server).iter().all(|&p| p == value), "{value} expected");
+}
+
+#[test]
+fn a_model_that_is_no_newer_gives_way_in_a_new_term() {
+    for transaction in TRANSACTIONS {
+        let server = start(with(transaction));
+        let (mut raw, joined) = Raw::joined(&server, "a");
+        let mut control = Raw::attached(&server, &joined);
+        assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+        assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+        assert_eq!(control.event(), Event::Term { term: joined.term + 1 });
+        assert_all(&server, 7.0);
+    }
+}
+
+#[test]
+fn what_was_computed_on_the_values_before_is_not_added_to_those_that_were_brought() {
+    let server = start(config());
+    let mut late = Steps::of(&server, "late");
+    late.push(1.0);
+    let (mut raw, _) = Raw::joined(&server, "a");
+    assert_eq!(begin(&mut raw, 1), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    assert_eq!(status(&server)["version"], 1, "the count of updates goes on");
+    assert_eq!(late.try_push(1.0).reason, Some(Reason::ServerRolledBack));
+    late.push(1.0);
+    assert_all(&server, 6.0);
+}
+
+#[test]
+fn a_model_that_has_had_a_push_since_stays() {
+    let server = start(config());
+    let mut other = Steps::of(&server, "other");
+    other.push(1.0);
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: false });
+    assert_eq!(status(&server)["term"], joined.term);
+    other.push(1.0);
+    assert_all(&server, -2.0);
+}
+
+#[test]
+fn a_push_that_comes_while_values_are_brought_is_not_lost_to_them() {
+    let server = start(config());
+    let mut other = Steps::of(&server, "other");
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    other.push(1.0);
+    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: false });
+    assert_eq!(status(&server)["term"], joined.term);
+    assert_all(&server, -1.0);
+}
+
+#[test]
+fn values_of_another_model_and_what_is_not_finite_change_nothing() {
+    let server = start(config());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    let other = TensorTable::new(vec![common::tensor("other", 3, Role::Parameter)]).unwrap();
+    raw.call(1, &Call::InitBegin { table: other, blueprint: None, replaces: Some(0) });
+    assert_eq!(raw.refused().code, RefusalCode::ModelMismatch);
+    let (mut raw, _) = Raw::joined(&server, "b");
+    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    raw.frame(Header::new(Kind::Value), &floats(FRAGMENTS[0], f32::NAN));
+    assert_eq!(raw.refused().code, RefusalCode::Malformed);
+    assert_eq!(status(&server)["term"], joined.term);
+    assert_all(&server, 0.0);
+    // Nobody else is kept from it by that.
+    let (mut raw, _) = Raw::joined(&server, "c");
+    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 3.0), Reply::Init { taken: true });
+    assert_all(&server, 3.0);
+}
+
+#[test]
+fn a_server_without_a_model_takes_them_as_it_takes_any() {
+    let server = Server::start(config()).unwrap();
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 5.0), Reply::Init { taken: true });
+    assert_eq!(status(&server)["term"], joined.term);
+    assert_all(&server, 5.0);
+}
+
+#[test]
+fn a_server_that_is_killed_right_after_goes_on_with_them() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let (mut raw, _) = Raw::joined(&server, "a");
+    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    let copy = Place::new();
+    common::kept::copy_files(&place.0, &copy.0);
+    let again = Server::start(copy.config()).unwrap();
+    assert_all(&again, 7.0);
+}
+
+#[test]
+fn a_client_brings_them_and_pulls_what_it_has_brought() {
+    for (since, taken) in [(0, true), (1, true), (0, false)] {
+        let server = start(config());
+        if !taken {
+            Steps::of(&server, "other").push(1.0);
+        }
+        let mut client = client(&server, "a");
+        let before = client.session().unwrap().term;
+        let given = values(7.0);
+        let slices: Vec<&[u8]> = given.iter().map(Vec::as_slice).collect();
+        assert_eq!(client.replace(&table(), &slices, since, &NEVER), Ok(taken));
+        assert_eq!(client.session().unwrap().term, before + u64::from(taken));
+        assert_eq!(client.wait_for_model(&NEVER).map(Arc::unwrap_or_clone), Ok(table()));
+        assert_all(&server, if taken { 7.0 } else { -1.0 });
+    }
+}
