@@ -27,6 +27,7 @@ from offbeat.errors import (
     ConnectionLostError,
     ModelMismatchError,
     NonFiniteError,
+    StateError,
     UnsupportedTensorError,
 )
 from support.averaging import (
@@ -266,6 +267,22 @@ def test_a_server_where_members_average_takes_no_bound_on_staleness(server):
             ours.step(1)
             other.max_staleness = 30  # there is no mean
         assert other.max_staleness == 30
+
+
+def test_a_member_in_no_round_yet_when_a_bound_was_set_is_told_as_it_comes_to_one(server):
+    settings = {"averaging_frequency": 1, "overlap": False}
+    with at(server.address, Counter().model, 0, 1, **settings) as ours:
+        ours.step(1)
+    with at(server.address, Counter().model, 0, 1, **settings) as late:
+        server.max_staleness = 0  # nobody averages
+        with pytest.raises(StateError, match=r"the server's max_staleness is 0, and .*; set server\.max_sta"):
+            late.step(1)
+    server.max_staleness = None
+    with at(server.address, Counter().model, 0, 1, **settings) as again:
+        again.step(1)
+        assert again.averaging_round > 0
+        with pytest.raises(ConfigError, match="max_staleness is 3: members average at this server"):
+            server.max_staleness = 3
 
 
 def test_a_member_says_what_it_is_called_at_a_server_where_that_is_not_its_rank(server, caplog):

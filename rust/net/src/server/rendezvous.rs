@@ -31,6 +31,7 @@ impl Session {
             );
             return Err(End::refused(header, RefusalCode::Malformed, message));
         }
+        self.bears(header, &entry)?;
         let shared = &self.shared;
         let closed = until(shared, || shared.enter_round(self.incarnation, entry.clone()));
         match self.or_closed(closed).await? {
@@ -47,6 +48,26 @@ impl Session {
                 Err(End::Refused { request: header.request, refused })
             }
         }
+    }
+
+    /// Sees that no share of a mean can be rejected: those of a round come one after the other. From here on no bound on
+    /// staleness is [taken](super::Server::set_max_staleness).
+    fn bears(&self, header: &Header, entry: &Entry) -> Result<(), End> {
+        if entry.terms.is_none() {
+            return Ok(()); // of no mean
+        }
+        let agreement = self.shared.agreement();
+        let Some(most) = agreement.config().staleness.max_staleness else {
+            // Its answer is asked for again. Before a bound can be set: that looks for members under this lock, too.
+            self.shared.enter_round(self.incarnation, entry.clone());
+            return Ok(());
+        };
+        let message = format!(
+            "the server's max_staleness is {most}, and of a round's shares each comes later than the one before: those \
+             rejected would be missing in the mean; set server.max_staleness = None, or start it without, and make this member anew"
+        );
+        let refused = Refused { code: RefusalCode::State, message, fatal: false };
+        Err(End::Refused { request: header.request, refused })
     }
 
     /// Waits until all of a round have gathered, or are not to come any more.
