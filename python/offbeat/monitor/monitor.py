@@ -53,10 +53,10 @@ class AsyncTrainingMonitor:
     limit is above that edge by `alert_threshold` times the edge's size; of "staleness" by that share of 8 at
     least. A value raises an alert if it and the mean of the last five, with it, both exceed the limit; or it
     alone, where it is also 16 standard deviations above the mean. Of "staleness" it raises one only where
-    three of the worker's last five exceed the limit. What is below the range raises none. What
-    is NaN or infinite raises one at once. As long as there is no range, so does what is beyond all that the
-    first values let expect: three in a row of more than a thousand times their median, or one of a million
-    times the largest.
+    three of the worker's last five exceed the limit, where it is told whose they are (`model`, or
+    ``worker=``). What is below the range raises none. What is NaN or infinite raises one at once. As long
+    as there is no range, so does what is beyond all that the first values let expect: three in a row of
+    more than a thousand times their median, or one of a million times the largest.
 
     Readings come from `observe`, in a loop of one's own; and, with `model`, from hooks: the norm of the
     gradient as backward left it (whether it is clipped then or not), its elements that are not finite, and

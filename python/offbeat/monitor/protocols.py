@@ -60,7 +60,7 @@ class ServesLearningRate(Protocol):
         """Set it for a group of parameters."""
 
     def status(self) -> dict[str, Any]:
-        """Tell which it is."""
+        """Tell which it is; and of workers, where there are any, by how much their pushes were late."""
 
 
 @runtime_checkable

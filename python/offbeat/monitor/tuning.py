@@ -265,16 +265,22 @@ class _Factor(NamedTuple):
 def _least_bound(status: Mapping[str, Any]) -> int:
     """Give the bound below which pushes would be rejected that are no later than is usual at a server.
 
+    Each worker counts once: one that is there for long has pushed more often than those that came later, by
+    whom the others' pushes are late from then on.
+
     Args:
-        status: The server's. Of its workers' pushes those that were applied are counted by their staleness,
-            up to the last number, which is of that and all above.
+        status: The server's, where it tells of workers. Of their pushes those that were applied are counted
+            by staleness, up to the last number, which is of that and all above.
     """
-    counts = [
-        sum(column) for column in zip(*(w["staleness_histogram"] for w in status["workers"]), strict=True)
-    ]
+    histograms = [worker["staleness_histogram"] for worker in status.get("workers", ())]
+    usual = sorted(_median(counts) for counts in histograms if sum(counts))
+    return max(TIMES_USUAL * usual[(len(usual) - 1) // 2], 1) if usual else 1
+
+
+def _median(counts: Sequence[int]) -> int:
+    """Give the median of numbers from 0 on, each as often as it is counted."""
     below = itertools.accumulate(counts)
-    median = next((late for late, num in enumerate(below) if 2 * num >= sum(counts)), 0)
-    return max(TIMES_USUAL * median, 1)
+    return next(number for number, num in enumerate(below) if 2 * num >= sum(counts))
 
 
 def _at(found: Sequence[Any], place: int) -> Any:  # noqa: ANN401  what is there
