@@ -413,7 +413,7 @@ class AsyncModelAverager:
         return [*(parameter for _, parameter in self._turns.named), *Statistics(self.model).buffers()]
 
     @property
-    def averages_models(self) -> bool:
+    def tells_variance(self) -> bool:
         """Whether it tells how far members were from their mean; for `AsyncTrainingMonitor`."""
         return not (self.is_alone or self._turns.members.arrives_alone)
 

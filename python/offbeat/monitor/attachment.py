@@ -126,7 +126,7 @@ class Attachment:
         """Whether something averages the model with others', now or later, and tells what that shows."""
         model = self._model()
         trainers = [] if model is None else trained_by.trainers_of(model)
-        return any(getattr(trainer, "averages_models", False) for trainer in trainers)
+        return any(getattr(trainer, "tells_variance", False) for trainer in trainers)
 
     def is_lost_now(self) -> bool:
         """Whether parameters of the model are not finite; waits for the device."""

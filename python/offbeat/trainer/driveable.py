@@ -32,7 +32,7 @@ from offbeat.trainer.scheduling import (
 )
 from offbeat.trainer.settings import Kind
 from offbeat.trainer.stage import Stage
-from offbeat.trainer.strategies import Workshop
+from offbeat.trainer.strategies import Averaged, Workshop
 
 __all__ = ["Driveable"]
 
@@ -112,6 +112,14 @@ class Driveable:
     def averages_models(self) -> bool:
         """Whether a strategy of its averages models: its averager is made when its turn comes."""
         return any(isinstance(kind, Method) for kind in self._stage.schedule.values())
+
+    @property
+    def tells_variance(self) -> bool:
+        """Whether its averagers tell how far members were from their mean; for `AsyncTrainingMonitor`."""
+        strategy = self._stage.strategy
+        if isinstance(strategy, Averaged):
+            return strategy.averager.tells_variance
+        return self.averages_models and self._places.average_with_others()
 
     @property
     def loss_reduction(self) -> LossReduction:

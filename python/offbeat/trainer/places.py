@@ -147,6 +147,12 @@ class Places:
         group = group_of(self.group)
         return 1 if group is None else distributed.get_world_size(group)
 
+    def average_with_others(self) -> bool:
+        """Whether those that average meet in rounds, and there is, or may come, somebody to meet."""
+        if self.is_asynchronous or self.group is False:
+            return False
+        return self.are_served or (Faults().catch(self._num_members) or 1) > 1
+
     def share_updates(self, kinds: list[Kind]) -> bool:
         """Whether there are others who will make the same updates, by one of these strategies."""
         group = group_of(self.group) if "accumulate" in kinds else None

@@ -14,6 +14,7 @@ from torch import nn
 from offbeat import (
     AsyncGradientAccumulator,
     AsyncModelAverager,
+    AsyncTrainer,
     AsyncTrainingMonitor,
     ParameterServer,
     trained_by,
@@ -375,6 +376,35 @@ def test_of_what_an_averager_tells_once_there_are_two_rounds_nobody_is_asked_to_
     assert f"nobody has measured loss{', parameter_variance' if is_alone else ''}:" in said
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_alone"),
+    [
+        ({"process_group": False}, True),
+        ({"asynchronous": True, "strategy": "diloco"}, True),
+        ({}, False),
+        ({"strategy": {0: "local", 9: "average"}}, False),
+        ({"strategy": {0: "local", 9: "average"}, "process_group": False}, True),
+    ],
+)
+def test_nor_is_it_asked_for_where_a_trainer_averages_with_others_now_or_later(caplog, settings, is_alone):
+    with ParameterServer(transaction="model") as server:
+        where = {} if "process_group" in settings else {"server_address": server.address}
+        settings = {"strategy": "average", "overlap": False} | settings
+        model = net()
+        with (
+            AsyncTrainer(model, 0, 200, 200, **where, **settings) as trainer,
+            AsyncTrainingMonitor(model, ["loss", "parameter_variance"]),
+        ):
+            trainer.train(
+                dataloader=[(torch.ones(2, 4), torch.zeros(2, 2))] * 101,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+                loss_fn=torch.nn.functional.mse_loss,
+                progress=False,
+            )
+    said = [record.getMessage() for record in caplog.records if "measured" in record.getMessage()]
+    assert ["nobody has measured parameter_variance:" in text for text in said] == [True] * is_alone
+
+
 def test_a_push_or_two_that_are_late_are_no_alert_however_late_and_a_worker_that_stays_late_is_one():
     """One stands still for a moment where a machine is busy; that costs a push, or two that are in flight."""
 
@@ -685,6 +715,8 @@ class Bounds(Serves):
         ([], [8, 4, 2, 1, 1]),
         ([[0, 90, 0, 0, 10], [0, 0, 30, 20, 0]], [8, 4, 2, 2]),
         ([[0] * 31 + [100] + [0] * 31 + [20]], [62, 62]),
+        # Of four that are there for long most pushes were early, until so many came that all are as late.
+        ([[0, 0, 0, 10_000]] * 4 + [[0] * 31 + [20]] * 28 + [[0, 0]], [62, 62]),
     ],
 )
 def test_a_server_s_bound_is_never_below_what_is_usual_there(histograms, bounds):
@@ -695,6 +727,17 @@ def test_a_server_s_bound_is_never_below_what_is_usual_there(histograms, bounds)
         assert server.max_staleness == bound
     monitor.close()
     assert server.max_staleness is None
+
+
+def test_of_what_tells_of_no_workers_the_bound_is_halved_as_of_anything():
+    class Bounded(Serves):
+        max_staleness = 6
+
+    server = Bounded([0.1])
+    monitor = warmed(remediation_strategy="tighten_staleness", acts_on=server, patience=1)
+    for step, bound in enumerate([3, 1, 1]):
+        monitor.observe(10 + step, loss=9.0)
+        assert server.max_staleness == bound
 
 
 def test_where_somebody_has_ended_all_that_was_in_effect_the_next_alert_begins_anew_whose_ever_it_is():
