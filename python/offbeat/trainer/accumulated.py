@@ -12,6 +12,7 @@ from offbeat.accumulator import AsyncGradientAccumulator
 from offbeat.errors import NonFiniteError
 from offbeat.local.group import group_of
 from offbeat.trainer.next import check_next
+from offbeat.trainer.numerics import LEAST_SCALE
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 
@@ -26,11 +27,11 @@ class Accumulated(Strategy):
 
     def __init__(self, workshop: Workshop, sync: Sync) -> None:
         super().__init__(workshop, sync)
-        _forget_what_differs(workshop)
         self._updates = 0  # of accumulators before this one
         self._in_epoch: int | None = 0  # batches; None where nobody knows
         self._has_warned = False
         self._accumulator = self._made()
+        _forget_what_differs(workshop)  # not before: where a member is lost, this one goes on as it was
 
     @property
     def version(self) -> int:
@@ -147,8 +148,16 @@ class Accumulated(Strategy):
             return
         own = scaler.state_dict()
         state = least_scale(accumulator.gathered(own))
-        if state != own:
-            scaler.load_state_dict(state)
+        if state == own:
+            return
+        scaler.load_state_dict(state)
+        if own["scale"] < LEAST_SCALE:
+            log.warn(
+                f"this member's loss scale had fallen to {own['scale']:g}, by which no gradient can be "
+                f"divided: its batches were not finite for long. It goes on with {state['scale']:g}, the "
+                f"least of the other members' scales"
+            )
+        else:
             log.info(
                 "losses are scaled by %g, the least of the members' scales: this one's was %g",
                 state["scale"], own["scale"],
@@ -162,12 +171,18 @@ class Accumulated(Strategy):
             yield
         finally:
             tally.steps += accumulator.updates - made
-            tally.skipped += accumulator.skipped_updates - skipped
+            if skips := accumulator.skipped_updates - skipped:
+                tally.skipped += skips
+                self.workshop.numerics.tell_of_scale()
 
 
 def least_scale(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Choose from members' states of a GradScaler: with the least scale no gradient of theirs overflows."""
-    return dict(min(states, key=lambda state: (state["scale"], state["_growth_tracker"])))
+    """Choose from members' states of a GradScaler: with the least scale no gradient of theirs overflows.
+
+    One that is of no use any more is none, where others are.
+    """
+    usable = [state for state in states if state["scale"] >= LEAST_SCALE]
+    return dict(min(usable or states, key=lambda state: (state["scale"], state["_growth_tracker"])))
 
 
 def _forget_what_differs(workshop: Workshop) -> None:

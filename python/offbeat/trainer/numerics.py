@@ -6,10 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from offbeat import log
 from offbeat.trainer.recompute import Recomputed
 from offbeat.trainer.settings import Amp
 
-__all__ = ["Numerics"]
+__all__ = ["LEAST_SCALE", "Numerics"]
+
+LEAST_SCALE = 2.0**-126
+"""Of a loss, float32's least normal number: from somewhat below it 1 / scale is infinite."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,6 +36,7 @@ class Numerics:
         self._device = device
         self._max_grad_norm = max_grad_norm
         self._recomputed = Recomputed(twice)
+        self._has_told_of_scale = False
 
     def forward(self) -> AbstractContextManager[object]:
         """Compute a forward pass and its loss in here."""
@@ -62,9 +67,30 @@ class Numerics:
                 if (gradient := parameter.grad) is not None:
                     values = gradient.coalesce().values() if gradient.is_sparse else gradient
                     found.setdefault(values.device, []).append(values.isfinite().all())
-            return all(bool(torch.stack(of_one).all()) for of_one in found.values())  # each waited for once
+            is_usable = all(
+                bool(torch.stack(of_one).all()) for of_one in found.values()
+            )  # each waited for once
         finally:
             self.scaler.update()  # also after Ctrl-C in that wait: else the scaler refuses the next step
+        if not is_usable:
+            self.tell_of_scale()
+        return is_usable
+
+    def tell_of_scale(self) -> None:
+        """Warn, once, where what was skipped has brought the loss scale down to what it never rises from."""
+        if (
+            self.scaler is None
+            or self._has_told_of_scale
+            or (scale := self.scaler.get_scale()) >= LEAST_SCALE
+        ):
+            return
+        self._has_told_of_scale = True
+        log.warn(
+            f"the loss scale has fallen to {scale:g}, by which no gradient can be divided: of so many "
+            f"batches or updates in a row the scaled gradients were not finite, and from here on every one "
+            f"is skipped, sound data or not. Mend what makes them so, and call "
+            f"trainer.scaler.update(65536.0), or train with amp='bf16'"
+        )
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the gradients' total norm, if that was asked for."""

@@ -2,15 +2,16 @@
 
 import copy
 import math
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import offbeat
 from offbeat import AsyncTrainingMonitor, optim
-from offbeat.errors import StateError
+from offbeat.errors import ConnectionLostError, StateError
 from support.averaging import warned
 from support.group import together
 
@@ -206,3 +207,41 @@ def unlike(rank):
 def test_members_of_which_one_alone_scales_its_losses_are_all_told():
     for told in together(unlike, 2):
         assert "grad_scaler is 'a GradScaler' in member 0 and None in member 1" in told
+
+
+def fallen(rank):
+    """Train alone until one member's scale is 0, and then together on sound data."""
+    ours = model()
+    strategy = {0: "local", 1: "accumulate"}
+    with warned() as told, offbeat.AsyncTrainer(ours, 0, 1, 1, strategy=strategy, amp="fp16") as trainer:
+        scaled_to(trainer, scale=2.0**-140 if rank == 1 else 64.0)
+        fit(trainer, data_of(rank, 15, range(15) if rank == 1 else ()))
+        scale = trainer.scaler.get_scale()
+        history = fit(trainer, data_of(rank, 6))
+    return scale, trainer.scaler.get_scale(), history.steps, told
+
+
+def test_a_scale_that_has_fallen_to_0_in_one_member_ends_nobody_s_learning():
+    (_, first, steps, _), (scale, second, others, told) = together(fallen, 2)
+    assert (scale, first, second) == (0.0, 64.0, 64.0)
+    assert (steps, others) == (6, 6)
+    assert len([text for text in told if "this member's loss scale had fallen to 0" in text]) == 1
+
+
+def left_alone(rank):
+    """Go on by updates of a group whose other member does not come; give what the optimizer has then."""
+    ours = model()
+    live = torch.optim.Adam(ours.parameters(), lr=0.01)
+    group = distributed.new_group(timeout=timedelta(seconds=3))
+    settings = {"strategy": {0: "local", 1: "accumulate"}, "process_group": group}
+    with offbeat.AsyncTrainer(ours, 0, 1, 1, **settings) as trainer:
+        trainer.train(dataloader=data_of(rank, 4), optimizer=live, loss_fn=LOSS, progress=False)
+        if rank == 0:
+            with pytest.raises(ConnectionLostError):
+                trainer.train(dataloader=data_of(rank, 4), optimizer=live, loss_fn=LOSS, progress=False)
+        distributed.barrier()
+    return [float(state["step"]) for state in live.state.values()]
+
+
+def test_an_optimizer_begins_anew_for_the_members_updates_and_not_before_they_are_there():
+    assert together(left_alone, 2) == [[4.0] * 4] * 2

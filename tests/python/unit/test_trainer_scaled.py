@@ -163,7 +163,9 @@ def test_a_loss_that_is_infinite_while_gradients_are_not_is_told_of_as_ever(capl
 
 @pytest.mark.parametrize("strategy", ["local", "average", "accumulate"])
 @pytest.mark.parametrize("begins_at", [2.0**16, 2.0**-120])
-def test_where_all_was_skipped_until_the_scale_is_0_or_nearly_all_goes_on_to_be_skipped(strategy, begins_at):
+def test_where_all_was_skipped_until_the_scale_is_0_or_nearly_all_goes_on_to_be_skipped(
+    strategy, begins_at, caplog
+):
     """A scale of less than 2^-128 is no number to divide by either: zeros times infinity are NaN."""
     ours, before = plain(), plain()
     trainer = scaled_to(
@@ -174,10 +176,13 @@ def test_where_all_was_skipped_until_the_scale_is_0_or_nearly_all_goes_on_to_be_
     history = train(trainer, SPEC, data=broken, epochs=1)
     assert (history.steps, history.skipped) == (0, num)
     assert trainer.scaler.get_scale() == (0.0 if begins_at > 1.0 else 2.0**-135)
+    assert caplog.text.count("the loss scale has fallen to") == 1
+    assert "call trainer.scaler.update(65536.0)" in caplog.text
     history = train(trainer, SPEC, data=[batch(n) for n in range(9)], epochs=1)
     assert (history.steps, history.skipped, history.stopped) == (0, 9, "epochs")
     assert same(ours, before)
-    scaled_to(trainer, 8.0)
+    assert caplog.text.count("the loss scale has fallen to") == 1
+    trainer.scaler.update(8.0)
     assert train(trainer, SPEC, data=[batch(n) for n in range(9)], epochs=1).steps == 9
 
 
@@ -480,3 +485,6 @@ def test_of_members_scales_the_least_is_taken_and_of_equals_the_one_that_grows_l
     ]
     assert least_scale(states) == states[2]
     assert least_scale(states[:1]) == states[0]
+    fallen = states[0] | {"scale": 0.0}
+    assert least_scale([*states, fallen, fallen | {"scale": 2.0**-135}]) == states[2]
+    assert least_scale([fallen, fallen]) == fallen
