@@ -3,15 +3,24 @@
 from offbeat.errors import StateError
 from offbeat.trainer.settings import Kind, Sync, shown_kind
 
-__all__ = ["ENDS", "check_next", "meeting", "next_of"]
+__all__ = ["ENDINGS", "ENDS", "check_next", "meeting", "next_of"]
 
 ENDS = "ends its train here"
 """What a member does next that has no more to train with the others."""
 
 
+TO_SERVER = 'goes on with strategy "parameter_server"'
+"""What a member does next that brings what the group has made to a parameter server, with the others."""
+
+ENDINGS = (ENDS, TO_SERVER)
+"""After these a member averages with nobody."""
+
+
 def next_of(kind: Kind) -> str:
-    """Say what a member does that goes on with a strategy: to a group, what needs none is an end."""
-    return ENDS if kind in ("local", "parameter_server") else f"goes on with strategy {shown_kind(kind)}"
+    """Say what a member does that goes on with a strategy: to a group, who trains alone then has ended."""
+    if kind == "parameter_server":
+        return TO_SERVER
+    return ENDS if kind == "local" else f"goes on with strategy {shown_kind(kind)}"
 
 
 def meeting(sync: Sync) -> str:

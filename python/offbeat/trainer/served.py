@@ -2,33 +2,42 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import distributed
 
 from offbeat import trained_by
 from offbeat.errors import ConnectionLostError, StateError
-from offbeat.local.group import check_device, is_alike
-from offbeat.local.sums import Sums
-from offbeat.trainer.next import check_next
+from offbeat.local.buffers import write
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker import AsyncWorker
 from offbeat.worker.turn import AFTER_A_LOSS
 
-__all__ = ["Served"]
-
-TO_CHANGE = (
-    "have the same epochs and max_steps, and call stop, or set strategy, after the same batch of its own"
-)
-"""What each member is to do, where they wait for one another before they meet: a trainer has no `flush`."""
+__all__ = ["Left", "Served"]
 
 JOIN_AGAIN = (
     ". The model keeps the parameters last pulled: when a server is there again, call the trainer's close(), "
     "and then train(), which joins it; a server without a model begins with this one"
 )
 """What to do where the server is lost: a trainer's user has no worker."""
+
+
+class Left(NamedTuple):
+    """Where members were as they left a server.
+
+    Attributes:
+        run: The server's, by its id.
+        version: Of its model, whose values they went on from.
+    """
+
+    run: str
+    version: int
+
+    @classmethod
+    def of(cls, state: Any) -> Self | None:  # noqa: ANN401  from a file
+        """Take it from a list, as a state has it; None where they never were at one."""
+        return None if state is None else cls(*state)
 
 
 class Served(Strategy):
@@ -65,6 +74,31 @@ class Served(Strategy):
         elif given is not None and given is not self._given and given != self._given:
             self._leave()
             self._join()
+
+    def hand_over(self, left: Left | None) -> bool:
+        """Join, and make the model here the server's, if no push is lost by that.
+
+        Args:
+            left: Where members were at a server before; None: they never were at one. At one in whose run
+                they were not, any push is one that would be lost.
+
+        Returns:
+            Whether it is; else it is the server's here.
+        """
+        model = self.workshop.model
+        tensors = [*model.parameters(), *model.buffers()]
+        own = [tensor.detach().clone() for tensor in tensors]
+        is_new = self.worker is None
+        self.begin()  # with the server's model, or this one where there was none
+        if is_new and all(map(torch.equal, tensors, own)):
+            return True
+        worker = self._joined
+        since = left.version if left is not None and left.run == worker.run_id else 0
+        if worker.version > since:
+            return False
+        for tensor, value in zip(tensors, own, strict=True):
+            write(value, tensor)
+        return worker.replace(since)
 
     def batch(self, batch: Batch) -> Made:
         """Hand a batch's gradients to the worker, which pushes if it is time to."""
@@ -105,25 +139,16 @@ class Served(Strategy):
         if self.worker is not None:
             self.end_epoch()
 
-    def catch_up(self, then: str) -> None:
-        """Wait until all members have pushed what they had, and take the server's model as it is by then.
+    def pull(self) -> None:
+        """Take the server's model as it is by now; what this member had is pushed."""
+        if self.worker is not None:
+            with _told_to_who_has_a_trainer():
+                self.workshop.tally.receipts += self.worker.prepare(None)
 
-        They go on from the first one's model, and what that has pulled last lacks what others pushed since.
-        """
-        workshop = self.workshop
-        group = workshop.places.group_of_members()
-        if self.worker is None or group is None or distributed.get_world_size(group) == 1:
-            return
-        check_device(group, workshop.device)
-        members = Sums.among(group, of="what is next", each=TO_CHANGE)
-        try:
-            with members.together() as own:
-                are_alike = is_alike(own, then, workshop.device)
-        finally:
-            members.close()
-        check_next(then, are_alike=are_alike)
-        with _told_to_who_has_a_trainer():
-            workshop.tally.receipts += self.worker.prepare(None)
+    @property
+    def left(self) -> Left | None:
+        """Where this member is, as it leaves; None before it has joined."""
+        return None if self.worker is None else Left(self.worker.run_id, self.worker.version)
 
     def follow(self, sync: Sync) -> None:
         """Take this worker's place with one that pushes as often as that."""

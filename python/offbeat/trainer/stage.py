@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import distributed
 
 from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
@@ -13,8 +12,9 @@ from offbeat.errors import OtherTermsError, StateError
 from offbeat.local.buffers import write
 from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
+from offbeat.trainer.handover import first_brings, has_first_left
 from offbeat.trainer.next import next_of
-from offbeat.trainer.served import Served
+from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
 from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
 
@@ -42,14 +42,19 @@ class Stage:
         self.syncs = syncs
         self._kind: Kind | None = None
         self._epoch = 0
+        self._since = 0  # the epoch in which what is at work was made
+        self._trained_by: Kind | None = None  # what is in the model, and perhaps not in what begins next
         self._has_left_server = False  # by `close`, without what others had still to push
+        self._left: Left | None = None  # a server, for another strategy
+        self._is_to_hand_over = False  # what was made in a process group, to a server that has not got it yet
+        self._is_handed_over = False
 
     def begin(self) -> None:
         """Let what is at work begin again, with the optimizer there is by now."""
         self.used, self.epoch_at_work = [], None
         if self.strategy is not None and self._kind is not None:
             self.used.append(shown_kind(self._kind))
-            self.strategy.begin()
+            self._begin(self.strategy, self._kind, self._before(self._kind))
 
     def end(self) -> None:
         """Know that no batch is trained on any more, until it begins again."""
@@ -78,25 +83,28 @@ class Stage:
         strategy = self.strategy
         if kind != self._kind and self._became(kind):
             log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
-            self._kind = kind
+            self._kind = self._trained_by = kind
             self.used.append(shown_kind(kind))
         if strategy is None or kind != self._kind:
-            is_change = strategy is not None
+            need_group = self._workshop.places.need_group
             if strategy is not None:
                 strategy.settle(next_of(kind))
-                if self._workshop.places.need_group([kind]):
-                    strategy.catch_up(next_of(kind))
+            is_served = isinstance(strategy, Served)
+            if need_group([kind]) and (is_served or self._has_left_server):
+                self._come_from_server(kind, epoch)
+            if strategy is not None:
+                if isinstance(strategy, Served):
+                    self._left = strategy.left
+                self._is_to_hand_over = self._kind is not None and need_group([self._kind])
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
-            before = self._values() if is_change and kind != "local" else None
+            self._since = epoch
+            before = self._before(kind)  # members of a group begin with the first one's as soon as it is made
             strategy = self.strategy = self._made_for(epoch)
             self._kind = kind
-            self._tell_of_pushes(kind, epoch)
             self.used.append(shown_kind(kind))
-            strategy.begin()
-            if before is not None and not all(map(torch.equal, before, self._values())):
-                log.warn(self._lost_here(kind, epoch))
+            self._begin(strategy, kind, before)
         elif sync != strategy.sync:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
@@ -104,6 +112,46 @@ class Stage:
         self._epoch = epoch  # not before: where the others were lost on the way, this is in the epoch before
         self.epoch_at_work = epoch
         return strategy
+
+    def _before(self, kind: Kind) -> list[torch.Tensor] | None:
+        """Give the parameters as another strategy has left them, which that one may begin without."""
+        if self._trained_by in (None, kind) or kind == "local":
+            return None
+        return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
+
+    def _begin(self, strategy: Strategy, kind: Kind, before: list[torch.Tensor] | None) -> None:
+        """Let what was made begin; again, where that failed.
+
+        Args:
+            strategy: It.
+            kind: Which it is.
+            before: As `_before` gave it.
+        """
+        if self._is_to_hand_over and isinstance(strategy, Served):
+            own, left = strategy, self._left
+            self._is_handed_over = first_brings(self._workshop, lambda: own.hand_over(left))
+        self._is_to_hand_over = False
+        strategy.begin()
+        if before is not None and not self._is_handed_over:
+            now = self._workshop.model.parameters()
+            if not all(map(torch.equal, before, now)):
+                log.warn(self._lost_here(kind))
+        self._trained_by, self._is_handed_over = kind, False
+        if kind != "local":
+            self._has_left_server = False
+
+    def _come_from_server(self, kind: Kind, epoch: int) -> None:
+        """Let all members push what they had to a server that they leave, and go on from its model."""
+        is_first_out = has_first_left(self._workshop, next_of(kind), has_left=self._has_left_server)
+        if isinstance(self.strategy, Served):
+            self.strategy.pull()
+        if is_first_out:
+            log.warn(
+                f"epoch {epoch}: {_named(kind)} goes on from the model that the first member has, as it had "
+                f"pulled it when close() came: what others have pushed to the server since is not in it. "
+                f"Where the server is there, change the strategy without close() in between, within one "
+                f"train or two: members wait until all have pushed then, and go on from the server's model"
+            )
 
     def _became(self, kind: Kind) -> bool:
         """Tell whether what is at work goes on as that strategy."""
@@ -114,37 +162,19 @@ class Stage:
         is_averaged = isinstance(kind, Method) and self._workshop.places.are_served
         return kind == "parameter_server" or is_averaged
 
-    def _lost_here(self, kind: Kind, epoch: int) -> str:
+    def _lost_here(self, kind: Kind) -> str:
         """Word that members begin with one model, which is not this one's."""
-        named = f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)
         if self._is_served(kind):
             whose, instead = "the server has", ", or start a server without a model, which takes this one"
+            if self._trained_by is not None and self._workshop.places.need_group([self._trained_by]):
+                whose += ", and to which there were pushes since these members left it, or before they came"
         else:
             whose, instead = "the first member has", ""
         return (
-            f"epoch {epoch}: {named} goes on from the model that {whose}, in which what was trained here "
-            f"without it is not: that is lost, unless others have it; let it come before other strategies"
-            f"{instead}"
+            f"epoch {self._since}: {_named(kind)} goes on from the model that {whose}, in which what was "
+            f"trained here without it is not: that is lost, unless others have it; let it come before other "
+            f"strategies{instead}"
         )
-
-    def _tell_of_pushes(self, kind: Kind, epoch: int) -> None:
-        """Warn where members begin in a group after a server that was left before they caught up there."""
-        if kind == "local":
-            return
-        had_left, self._has_left_server = self._has_left_server, False
-        places = self._workshop.places
-        group = places.group_of_members() if had_left and places.need_group([kind]) else None
-        if group is not None and distributed.get_world_size(group) > 1:
-            named = f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)
-            log.warn(
-                f"epoch {epoch}: {named} goes on from the model that the first member has, as it had pulled "
-                f"it when close() came: what others have pushed to the server since is not in it. Change the "
-                f"strategy without close() in between, within one train or two: members wait until all have "
-                f"pushed then, and go on from the server's model"
-            )
-
-    def _values(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
 
     def state_dict(self, *, is_of_now: bool = False) -> dict[str, Any] | None:
         """Give what is at work; None before the first batch.
@@ -158,7 +188,8 @@ class Stage:
         work = None  # of "local", where the change from it broke off
         if strategy is not None:
             work = strategy.state_of_now() if is_of_now else strategy.state_dict()
-        return {"kind": shown_kind(kind), "epoch": self._epoch, "work": work}
+        left = None if self._left is None else list(self._left)
+        return {"kind": shown_kind(kind), "epoch": self._epoch, "work": work, "left": left}
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
         """Word why a state does not fit."""
@@ -185,12 +216,15 @@ class Stage:
         self.close()
         self.epoch_at_work = None  # it may go back to an epoch before
         self._has_left_server = False  # the model is a state's
+        self._left = self._trained_by = None
         if state is None:
             return
+        self._left = Left.of(state.get("left"))  # older states tell of none
         tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]
         epoch = self._epoch = state["epoch"]
-        self._kind = kind_at(self.schedule, epoch)
+        self._kind = self._trained_by = kind_at(self.schedule, epoch)
+        self._since = epoch
         self.strategy = self._made_for(epoch)  # members of a group begin with the first's
         if not self.strategy.has_joined_others:
             for tensor, value in zip(tensors, values, strict=True):
@@ -202,8 +236,14 @@ class Stage:
     def close(self, failure: BaseException | None = None) -> None:
         """End whatever is at work, by a failure perhaps; nobody is waited for."""
         strategy, self.strategy, self._kind = self.strategy, None, None
+        self._is_to_hand_over = self._is_handed_over = False  # others may not come to that any more
+        if self._trained_by != "local":  # what others have, too, as far as it ended together with them
+            self._trained_by = None
+        if isinstance(strategy, Served):
+            self._has_left_server |= strategy.worker is not None
+        elif strategy is not None:
+            self._has_left_server = False
         if strategy is not None:
-            self._has_left_server = isinstance(strategy, Served)
             strategy.close(failure)
 
     def _made_for(self, epoch: int) -> Strategy:
@@ -268,3 +308,7 @@ class Stage:
             )
         else:
             log.info(no_effect)
+
+
+def _named(kind: Kind) -> str:
+    return f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)

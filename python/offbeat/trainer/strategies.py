@@ -18,7 +18,7 @@ from offbeat.local.log_lines import Skipped
 from offbeat.local.loss import LossFunction, LossReduction, check_loss
 from offbeat.local.parameters import each_once, fingerprint, other_values
 from offbeat.receipt import Receipt
-from offbeat.trainer.next import ENDS, check_next, meeting, next_of
+from offbeat.trainer.next import ENDINGS, check_next, meeting, next_of
 from offbeat.trainer.numerics import Numerics
 from offbeat.trainer.places import Places
 from offbeat.trainer.settings import Sync
@@ -185,20 +185,10 @@ class Strategy(ABC):
         """End together with the others: what is under way, or gathered, is done; all have the same model.
 
         Args:
-            then: What this member does next, in words; `ENDS`, if it ends.
+            then: What this member does next, in words; `next.ENDS`, if it ends.
 
         Raises:
             StateError: If members of a process group do not all do the same next.
-        """
-
-    def catch_up(self, then: str) -> None:  # noqa: B027  most have settled together with the others
-        """Take what all members have made, before they meet in a process group; this is settled.
-
-        Args:
-            then: As `settle`.
-
-        Raises:
-            StateError: Likewise.
         """
 
     def follow(self, sync: Sync) -> None:
@@ -360,7 +350,7 @@ class Averaged(Local):
     def settle(self, then: str) -> None:
         """Average what is left; losing the members' server is told, and costs no model."""
         try:
-            if then == ENDS:
+            if then in ENDINGS:
                 self.averager.flush()
             else:
                 self.averager.flush_to_go_on()

@@ -8,7 +8,7 @@ import torch
 
 from offbeat import log
 from offbeat.errors import ConfigError, NonFiniteError, StateError, UnsupportedTensorError
-from offbeat.module import Binding
+from offbeat.module import Binding, Description
 from offbeat.receipt import Receipt
 
 if TYPE_CHECKING:
@@ -56,6 +56,24 @@ class Link:
         """Bring the newest model into the module."""
         self.binding.refresh()
         self._pull()
+
+    def replace(self, since: int) -> bool:
+        """Make the module's values the server's, unless its model is newer than a version; pull what it has.
+
+        Returns:
+            Whether they are.
+
+        Raises:
+            NonFiniteError: If a parameter is NaN or infinite; the server's stay, and nothing is pulled.
+        """
+        self.binding.refresh()
+        own = Description(self.session.wait_for_model(), [slot.tensor for slot in self.binding.slots])
+        is_taken = self.session.replace(
+            own.table, [(array, array.ctypes.data, array.nbytes) for array in own.arrays()], since
+        )
+        with self._in_order():
+            self._fetch(incremental=False)
+        return is_taken
 
     def push_pull(self, values: Sequence[torch.Tensor | None], samples: int) -> Receipt | None:
         """Push one tensor or None per slot and bring the model that answers into the module.

@@ -282,6 +282,24 @@ class AsyncWorker(process.Live):
         return steps.take_kept()
 
     @one_thread
+    def replace(self, since: int) -> bool:
+        """Make the model here the server's, unless that has had a push after a version; take what is there.
+
+        Before the first batch. The server's optimizer begins anew then.
+
+        Args:
+            since: The newest version of the server's model that this one goes on from.
+
+        Returns:
+            Whether it is.
+
+        Raises:
+            NonFiniteError: If a parameter is NaN or infinite.
+        """
+        self._usable()
+        return self._link.replace(since)
+
+    @one_thread
     def drop(self) -> None:
         """Forget the batches that were gathered and not pushed, and the gradients of one that broke off."""
         self._link.binding.clear_gradients()

@@ -352,6 +352,24 @@ def test_what_was_trained_without_a_server_that_has_a_mean_is_said_to_be_lost(se
     assert caplog.text.count("epoch 2: Average() goes on from the model that the server has") == 1
 
 
+def test_it_is_said_to_be_lost_also_where_a_first_try_to_average_there_has_failed(caplog):
+    port = free_port()
+    strategies = {0: "local", 1: "average"}
+    address = f"127.0.0.1:{port}"
+    with offbeat.AsyncTrainer(model(), strategy=strategies, server_address=address) as trainer:
+        fit(trainer, data_of(0, 8))
+        with (
+            offbeat.ParameterServer(model(), optimizer=optim.SGD(lr=0.1), port=port),
+            pytest.raises(ConfigError, match="the server has an optimizer of its own"),
+        ):
+            fit(trainer, data_of(0, 8))
+        assert "is lost" not in caplog.text
+        with offbeat.ParameterServer(model(), port=port, transaction="model"):
+            fit(trainer, data_of(0, 8))
+            trainer.close()
+    assert caplog.text.count("epoch 1: Average() goes on from the model that the server has") == 1
+
+
 def test_one_that_is_started_again_goes_on_from_the_others_mean_of_now(server, tmp_path):
     begun = []
 

@@ -6,15 +6,17 @@ import itertools
 import math
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConfigError, ConnectionLostError, StateError
+from offbeat.errors import ConfigError, ConnectionLostError, ModelMismatchError, StateError
 from offbeat.trainer import served
 from support.host import Host
+from support.ports import free_port
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -189,6 +191,60 @@ def test_what_was_trained_without_the_server_is_said_to_be_lost_where_it_has_a_m
     history = fit(trainer, None, epochs=1)
     assert caplog.text.count('epoch 2: "parameter_server" goes on from the model that the server has') == 1
     assert history.optimizer == "SGD(lr=0.1); strategy 'local', then 'parameter_server'"
+
+
+def test_it_is_said_to_be_lost_also_where_a_first_try_to_go_on_there_has_failed(caplog):
+    port = free_port()
+    ours = model()
+    strategies = {0: "local", 1: "parameter_server"}
+    with offbeat.AsyncTrainer(ours, strategy=strategies, server_address=f"127.0.0.1:{port}") as trainer:
+        fit(trainer, torch.optim.SGD(ours.parameters(), lr=0.1))
+        with offbeat.ParameterServer(nn.Linear(3, 3), port=port), pytest.raises(ModelMismatchError):
+            fit(trainer, None)
+        assert "is lost" not in caplog.text
+        with offbeat.ParameterServer(model(), port=port):
+            fit(trainer, None)
+            fit(trainer, None)
+    assert caplog.text.count('epoch 1: "parameter_server" goes on from the model that the server has') == 1
+
+
+def test_who_has_averaged_alone_brings_that_to_a_server_with_a_model_that_nobody_has_trained(serve, caplog):
+    ours, theirs = model(), model()
+    server = serve(ours)
+    strategy = {0: "average", 1: "parameter_server"}
+    places = {"server_address": server.address, "process_group": False}
+    with offbeat.AsyncTrainer(ours, strategy=strategy, **places) as trainer:
+        fit(trainer, torch.optim.SGD(ours.parameters(), lr=0.1), epochs=2)
+    assert "is lost" not in caplog.text
+    loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), epochs=2)
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("others_push", [False, True])
+def test_a_state_knows_with_what_members_have_left_a_server(serve, others_push, caplog):
+    """A process that goes on from one brings what it has to that server, unless others have pushed since."""
+    server = serve(model())
+    strategy = {0: "parameter_server", 1: "average", 2: "parameter_server"}
+    places = {"server_address": server.address, "process_group": False}
+    ours = model()
+    with offbeat.AsyncTrainer(ours, strategy=strategy, **places) as trainer:
+        fit(trainer, torch.optim.SGD(ours.parameters(), lr=0.1), epochs=2)
+        state, values = trainer.state_dict(), copy.deepcopy(ours.state_dict())
+    if others_push:
+        with offbeat.AsyncWorker(server.address, model()) as worker:
+            worker.train(dataloader=DATA, optimizer=torch.optim.SGD(worker.model.parameters()), loss_fn=LOSS)
+    later = model()
+    later.load_state_dict(values)
+    with offbeat.AsyncTrainer(later, strategy=strategy, **places) as trainer:
+        live = torch.optim.SGD(later.parameters(), lr=0.1)
+        trainer.load_state_dict(state, optimizer=live)
+        live.param_groups[0]["lr"] = 0.0  # what it pushes is nothing
+        fit(trainer, live)
+    assert caplog.text.count("is lost") == others_push
+    now = server.state_dict()
+    is_brought = all(np.allclose(now[name], values[name], atol=1e-6) for name in values)
+    assert is_brought != others_push
 
 
 def test_a_server_without_a_model_takes_what_was_trained_before(serve, trainer_of, caplog):
