@@ -112,8 +112,11 @@ class Session:
     def init(self, table: str, values: Sequence[_Memory], blueprint: str | None) -> bool:
         """Bring a model; False if another worker's was there first."""
 
-    def replace(self, table: str, values: Sequence[_Memory], since: int) -> bool:
-        """Bring values for the model there is, unless it is newer than a version; False if it is."""
+    def replace(self, table: str, values: Sequence[_Memory], since: tuple[int, int] | None) -> bool:
+        """Bring values for the model there is, if it is of that term and no newer than that version.
+
+        None: if nobody has trained what the server's owner gave it. False: it is another, and stays.
+        """
 
     def configure(self, contribution: str, optimizer: str | None) -> str:
         """Say what this worker pushes ("gradient" or "delta") and with which optimizer; return the run."""

@@ -10,7 +10,7 @@ use offbeat_core::wire::auth::{Side, prove};
 use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
 use offbeat_core::wire::message::{
     Attach, Authenticate, Call, Challenge, Event, Heartbeat, Hello, Join, ModelInfo, Parting, Purpose,
-    RefusalCode, Refused, Reply, Welcome,
+    RefusalCode, Refused, Replaces, Reply, Welcome,
 };
 use offbeat_core::wire::{
     HEADER_BYTES, Header, Kind, PROTOCOL, PullRequest, PushRequest, Versions, Want, flags,
@@ -84,7 +84,11 @@ fn calls() -> Vec<(&'static str, Call)> {
     vec![
         (
             "init-begin",
-            Call::InitBegin { table: small::table(), blueprint: Some("{}".into()), replaces: Some(1) },
+            Call::InitBegin {
+                table: small::table(),
+                blueprint: Some("{}".into()),
+                replaces: Some(Replaces::UpTo { term: 1, version: 1 }),
+            },
         ),
         ("init-commit", Call::InitCommit),
         ("wait-model", Call::WaitModel),
@@ -277,7 +281,11 @@ fn sessions() -> Vec<Seed> {
         seed("session", name, [vec![choice], frames.concat()].concat())
     };
     let begin = call(&Call::InitBegin { table: small::table(), blueprint: None, replaces: None });
-    let instead = call(&Call::InitBegin { table: small::table(), blueprint: None, replaces: Some(0) });
+    let instead = call(&Call::InitBegin {
+        table: small::table(),
+        blueprint: None,
+        replaces: Some(Replaces::UpTo { term: 1, version: 0 }),
+    });
     let whole = |begin: Vec<u8>| {
         let values = (0..3).map(|index| fragment(Kind::Value, 0, index, 0));
         [vec![begin], values.collect(), vec![call(&Call::InitCommit), pull(None)]].concat()

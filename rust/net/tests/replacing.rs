@@ -8,7 +8,7 @@ use common::{FRAGMENTS, NEVER, Raw, client, config, floats, parameters, start, s
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
 use offbeat_core::table::{Role, TensorTable};
-use offbeat_core::wire::message::{Call, Event, RefusalCode, Reply};
+use offbeat_core::wire::message::{Call, Event, FIRST_TERM, RefusalCode, Replaces, Reply};
 use offbeat_core::wire::{Header, Kind};
 use offbeat_net::server::{Server, ServerConfig};
 use std::sync::Arc;
@@ -19,9 +19,14 @@ fn with(transaction: Transaction) -> ServerConfig {
     ServerConfig { transaction, ..config() }
 }
 
-fn begin(raw: &mut Raw, since: u64) -> Reply {
-    raw.call(1, &Call::InitBegin { table: table(), blueprint: None, replaces: Some(since) });
+fn begin(raw: &mut Raw, replaces: Replaces) -> Reply {
+    raw.call(1, &Call::InitBegin { table: table(), blueprint: None, replaces: Some(replaces) });
     raw.reply()
+}
+
+/// That of the server's first life.
+fn up_to(version: u64) -> Replaces {
+    Replaces::UpTo { term: FIRST_TERM, version }
 }
 
 /// Sends the values of all fragments, and what ends them.
@@ -44,7 +49,7 @@ fn a_model_that_is_no_newer_gives_way_in_a_new_term() {
         let server = start(with(transaction));
         let (mut raw, joined) = Raw::joined(&server, "a");
         let mut control = Raw::attached(&server, &joined);
-        assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+        assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
         assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
         assert_eq!(control.event(), Event::Term { term: joined.term + 1 });
         assert_all(&server, 7.0);
@@ -57,7 +62,7 @@ fn what_was_computed_on_the_values_before_is_not_added_to_those_that_were_brough
     let mut late = Steps::of(&server, "late");
     late.push(1.0);
     let (mut raw, _) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, 1), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, up_to(1)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
     assert_eq!(status(&server)["version"], 1, "the count of updates goes on");
     assert_eq!(late.try_push(1.0).reason, Some(Reason::ServerRolledBack));
@@ -71,7 +76,7 @@ fn a_model_that_has_had_a_push_since_stays() {
     let mut other = Steps::of(&server, "other");
     other.push(1.0);
     let (mut raw, joined) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: false });
+    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: false });
     assert_eq!(status(&server)["term"], joined.term);
     other.push(1.0);
     assert_all(&server, -2.0);
@@ -82,7 +87,7 @@ fn a_push_that_comes_while_values_are_brought_is_not_lost_to_them() {
     let server = start(config());
     let mut other = Steps::of(&server, "other");
     let (mut raw, joined) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
     other.push(1.0);
     assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: false });
     assert_eq!(status(&server)["term"], joined.term);
@@ -94,17 +99,17 @@ fn values_of_another_model_and_what_is_not_finite_change_nothing() {
     let server = start(config());
     let (mut raw, joined) = Raw::joined(&server, "a");
     let other = TensorTable::new(vec![common::tensor("other", 3, Role::Parameter)]).unwrap();
-    raw.call(1, &Call::InitBegin { table: other, blueprint: None, replaces: Some(0) });
+    raw.call(1, &Call::InitBegin { table: other, blueprint: None, replaces: Some(up_to(0)) });
     assert_eq!(raw.refused().code, RefusalCode::ModelMismatch);
     let (mut raw, _) = Raw::joined(&server, "b");
-    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
     raw.frame(Header::new(Kind::Value), &floats(FRAGMENTS[0], f32::NAN));
     assert_eq!(raw.refused().code, RefusalCode::Malformed);
     assert_eq!(status(&server)["term"], joined.term);
     assert_all(&server, 0.0);
     // Nobody else is kept from it by that.
     let (mut raw, _) = Raw::joined(&server, "c");
-    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 3.0), Reply::Init { taken: true });
     assert_all(&server, 3.0);
 }
@@ -113,7 +118,7 @@ fn values_of_another_model_and_what_is_not_finite_change_nothing() {
 fn a_server_without_a_model_takes_them_as_it_takes_any() {
     let server = Server::start(config()).unwrap();
     let (mut raw, joined) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 5.0), Reply::Init { taken: true });
     assert_eq!(status(&server)["term"], joined.term);
     assert_all(&server, 5.0);
@@ -125,7 +130,7 @@ fn a_server_that_is_killed_right_after_goes_on_with_them() {
     let server = start(place.config());
     until_the_first(&server);
     let (mut raw, _) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, 0), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
     let copy = Place::new();
     common::kept::copy_files(&place.0, &copy.0);
@@ -134,8 +139,66 @@ fn a_server_that_is_killed_right_after_goes_on_with_them() {
 }
 
 #[test]
+fn a_model_of_another_term_stays_whatever_its_version() {
+    let server = start(config());
+    let mut own = Steps::of(&server, "own");
+    own.push(1.0);
+    server.load_tensors(&values(5.0)).unwrap();
+    let (mut raw, _) = Raw::joined(&server, "a");
+    assert_eq!(begin(&mut raw, up_to(1)), Reply::Init { taken: false });
+    assert_all(&server, 5.0);
+    let (mut raw, _) = Raw::joined(&server, "b");
+    let of_now = Replaces::UpTo { term: FIRST_TERM + 1, version: 1 };
+    assert_eq!(begin(&mut raw, of_now), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    assert_all(&server, 7.0);
+}
+
+#[test]
+fn a_model_that_nobody_has_trained_is_its_owner_s_and_gives_way_once() {
+    let server = start(config());
+    for (taken, id) in [(true, "a"), (false, "b")] {
+        let (mut raw, _) = Raw::joined(&server, id);
+        assert_eq!(begin(&mut raw, Replaces::Untrained), Reply::Init { taken });
+        if taken {
+            assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken });
+        }
+    }
+    assert_all(&server, 7.0);
+    let refuses = |server: &Server| {
+        let (mut raw, _) = Raw::joined(server, "c");
+        assert_eq!(begin(&mut raw, Replaces::Untrained), Reply::Init { taken: false });
+    };
+    let pushed_to = start(config());
+    Steps::of(&pushed_to, "other").push(1.0);
+    refuses(&pushed_to);
+    let loaded = start(config());
+    loaded.load_tensors(&values(3.0)).unwrap();
+    refuses(&loaded);
+    let brought = Server::start(config()).unwrap();
+    let (mut raw, _) = Raw::joined(&brought, "a");
+    assert_eq!(begin(&mut raw, Replaces::Untrained), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 5.0), Reply::Init { taken: true });
+    refuses(&brought);
+    assert_all(&brought, 5.0);
+}
+
+#[test]
+fn what_a_server_goes_on_from_is_trained() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    server.stop();
+    let again = Server::start(place.config()).unwrap();
+    let (mut raw, _) = Raw::joined(&again, "a");
+    assert_eq!(begin(&mut raw, Replaces::Untrained), Reply::Init { taken: false });
+    assert_eq!(begin(&mut raw, up_to(100)), Reply::Init { taken: false });
+    assert_all(&again, 0.0);
+}
+
+#[test]
 fn a_client_brings_them_and_pulls_what_it_has_brought() {
-    for (since, taken) in [(0, true), (1, true), (0, false)] {
+    for (replaces, taken) in [(up_to(0), true), (Replaces::Untrained, true), (up_to(0), false)] {
         let server = start(config());
         if !taken {
             Steps::of(&server, "other").push(1.0);
@@ -144,7 +207,7 @@ fn a_client_brings_them_and_pulls_what_it_has_brought() {
         let before = client.session().unwrap().term;
         let given = values(7.0);
         let slices: Vec<&[u8]> = given.iter().map(Vec::as_slice).collect();
-        assert_eq!(client.replace(&table(), &slices, since, &NEVER), Ok(taken));
+        assert_eq!(client.replace(&table(), &slices, replaces, &NEVER), Ok(taken));
         assert_eq!(client.session().unwrap().term, before + u64::from(taken));
         assert_eq!(client.wait_for_model(&NEVER).map(Arc::unwrap_or_clone), Ok(table()));
         assert_all(&server, if taken { 7.0 } else { -1.0 });

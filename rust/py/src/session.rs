@@ -9,7 +9,7 @@ use crate::{log, receipt};
 use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::Parting;
+use offbeat_core::wire::message::{Parting, Replaces};
 use offbeat_net::client::{self, Client, ClientConfig, ClientError, Entry, PushInput};
 use pyo3::prelude::*;
 use std::slice;
@@ -179,12 +179,13 @@ impl Session {
         py: Python<'_>,
         table: &str,
         values: Vec<Bound<'_, PyAny>>,
-        since: u64,
+        since: Option<(u64, u64)>,
     ) -> PyResult<bool> {
         let table: TensorTable = parse(py, "the model", table)?;
         let held = take_tensors(&values)?;
         let bytes = tensors(&held);
-        self.call(py, |client, signals| client.replace(&table, &bytes, since, signals))
+        let gives_way = since.map_or(Replaces::Untrained, |(term, version)| Replaces::UpTo { term, version });
+        self.call(py, |client, signals| client.replace(&table, &bytes, gives_way, signals))
     }
 
     fn configure(&self, py: Python<'_>, contribution: &str, optimizer: Option<&str>) -> PyResult<String> {

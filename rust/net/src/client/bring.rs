@@ -9,7 +9,7 @@ use super::payload::Content;
 use super::session::Inner;
 use offbeat_core::table::TensorTable;
 use offbeat_core::values::first_nonfinite_parameter;
-use offbeat_core::wire::message::{Call, ModelInfo, Reply};
+use offbeat_core::wire::message::{Call, ModelInfo, Replaces, Reply};
 use offbeat_core::wire::{Header, Kind};
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ impl Inner {
         table: &TensorTable,
         values: &[&[u8]],
         blueprint: Option<&str>,
-        replaces: Option<u64>,
+        replaces: Option<Replaces>,
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
         ModelInfo::check_size(table, blueprint).map_err(|e| ClientError::bad_input(e.to_string()))?;
@@ -71,7 +71,7 @@ impl Inner {
         table: &TensorTable,
         values: &[&[u8]],
         blueprint: Option<&str>,
-        replaces: Option<u64>,
+        replaces: Option<Replaces>,
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
         let blueprint = blueprint.map(str::to_owned);

@@ -67,7 +67,7 @@ use connect::{Opened, Opening, Target};
 use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Call, Parting, Reply, RunConfig};
+use offbeat_core::wire::message::{Call, Parting, Replaces, Reply, RunConfig};
 use push::Destination;
 use session::Inner;
 use std::sync::Arc;
@@ -164,9 +164,11 @@ impl Client {
         inner.again(interrupt, &mut |inner| inner.init(table, values, blueprint, None, interrupt))
     }
 
-    /// Brings values, as [`Self::init`] does, also where there is a model, unless that is newer than version `since`: it has
-    /// these values then in a new term, in which its optimizer begins anew, and pushes that were computed on the ones before
-    /// are rejected. What is pushed while they come is lost. Returns whether these were taken.
+    /// Brings values, as [`Self::init`] does, also where there is a model that is to give way: it has these values then in a
+    /// new term, in which its optimizer begins anew, and pushes that were computed on the ones before are rejected. Whether it
+    /// is such a model is seen once more when they have come, so that only a push in the very moment in which they are put
+    /// there is lost to them. Returns whether these were taken; where a connection was lost on the way, `false` may be said of
+    /// values that had been, and are there.
     ///
     /// # Errors
     /// As [`Self::init`].
@@ -174,11 +176,11 @@ impl Client {
         &mut self,
         table: &TensorTable,
         values: &[&[u8]],
-        since: u64,
+        gives_way: Replaces,
         interrupt: &dyn Interrupt,
     ) -> Result<bool, ClientError> {
         let inner = self.inner()?;
-        inner.again(interrupt, &mut |inner| inner.init(table, values, None, Some(since), interrupt))
+        inner.again(interrupt, &mut |inner| inner.init(table, values, None, Some(gives_way), interrupt))
     }
 
     /// Says what this worker's pushes carry and which optimizer it was given.

@@ -15,7 +15,8 @@ use offbeat_core::table::TensorTable;
 use offbeat_core::values::all_finite;
 use offbeat_core::wire::Header;
 use offbeat_core::wire::header::CODEC_RAW;
-use offbeat_core::wire::message::RefusalCode;
+use offbeat_core::wire::message::{RefusalCode, Replaces};
+use std::sync::atomic::Ordering;
 use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -27,7 +28,7 @@ pub(super) struct Init {
     /// Wire bytes of the fragments that have come; grows with them.
     values: Vec<Vec<u8>>,
     /// As [`Call::InitBegin`](offbeat_core::wire::message::Call::InitBegin) has it.
-    replaces: Option<u64>,
+    replaces: Option<Replaces>,
     right: OwnedSemaphorePermit,
 }
 
@@ -36,7 +37,7 @@ impl Init {
     pub(super) fn new(
         table: TensorTable,
         blueprint: Option<String>,
-        replaces: Option<u64>,
+        replaces: Option<Replaces>,
         right: OwnedSemaphorePermit,
     ) -> Self {
         let layout = Layout::of(&table);
@@ -101,7 +102,13 @@ impl Init {
     }
 }
 
-/// Whether a model gives way to one that has all, up to some version of it, that is to be kept.
-pub(super) fn is_replaced(model: &Model, replaces: Option<u64>) -> bool {
-    replaces.is_some_and(|version| model.store.version() <= version)
+/// Whether a model gives way, as one that a worker brings asks it to: nothing that was trained is lost by that.
+pub(super) fn is_replaced(model: &Model, replaces: Option<Replaces>) -> bool {
+    let store = &model.store;
+    match replaces {
+        None => false,
+        // Relaxed: whoever replaces values holds the right to, or is the owner, who sees to it.
+        Some(Replaces::Untrained) => model.is_initial.load(Ordering::Relaxed) && store.version() == 0,
+        Some(Replaces::UpTo { term, version }) => store.term() == term && store.version() <= version,
+    }
 }

@@ -57,6 +57,7 @@ use offbeat_core::wire::message::FIRST_TERM;
 use shared::Shared;
 use std::fmt::Write as _;
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use threads::Listener;
@@ -121,7 +122,8 @@ impl Server {
     fn give(&self, model: Snapshot) -> Result<(), ServerError> {
         let shared = &self.shared;
         let Some(resumed) = shared.model.get() else {
-            shared.set_model(model, shared.config.blueprint.clone())?;
+            let model = shared.set_model(model, shared.config.blueprint.clone())?;
+            model.is_initial.store(true, Ordering::Relaxed);
             return Ok(());
         };
         // A file of a model may have its tensors in another order; the checkpoint's is kept.

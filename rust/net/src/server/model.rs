@@ -7,6 +7,7 @@ use offbeat_core::layout::{Layout, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{RunSpec, Store};
 use offbeat_core::wire::message::ModelInfo;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
@@ -22,6 +23,8 @@ pub(super) struct Model {
     pub(super) staging: Staging,
     /// Held by whoever replaces or copies all values, from the first to the last: no copy is of two lives.
     pub(super) whole: Mutex<()>,
+    /// The server's owner began with it, and nobody has put other values there since.
+    pub(super) is_initial: AtomicBool,
 }
 
 impl Model {
@@ -130,8 +133,10 @@ impl ModelSlot {
         if let Some(run) = run {
             store.configure(run);
         }
-        let model =
-            self.model.get_or_init(|| Arc::new(Model { store, blueprint, staging, whole: Mutex::new(()) }));
+        let model = self.model.get_or_init(|| {
+            let (whole, is_initial) = (Mutex::new(()), AtomicBool::new(false));
+            Arc::new(Model { store, blueprint, staging, whole, is_initial })
+        });
         self.ready.send_replace(true);
         Ok(model)
     }

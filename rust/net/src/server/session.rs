@@ -14,7 +14,7 @@ use super::shared::{Meter, Shared};
 use crate::frame::{FrameError, FrameReader, Moving};
 use crate::handshake;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Call, ModelInfo, Parting, RefusalCode, Reply};
+use offbeat_core::wire::message::{Call, ModelInfo, Parting, RefusalCode, Replaces, Reply};
 use offbeat_core::wire::{Header, Kind, decode};
 use std::io;
 use std::sync::Arc;
@@ -245,7 +245,7 @@ impl Session {
         header: &Header,
         table: TensorTable,
         blueprint: Option<String>,
-        replaces: Option<u64>,
+        replaces: Option<Replaces>,
     ) -> Result<Reply, End> {
         if self.init.is_some() {
             return Err(End::refused(header, RefusalCode::State, "this worker is bringing a model already"));

@@ -10,6 +10,7 @@ use super::snapshot::check_values;
 use crate::tensors::{self, Tensors, gather};
 use offbeat_core::store::{Load, Store};
 use offbeat_core::wire::message::Event;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use tokio::runtime::Handle;
 
@@ -58,6 +59,7 @@ impl Server {
         let (mark, earlier) = checkpoints.recall(version, store.table(), self.shared.config.store())?;
         let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
         checkpoints.reserve_term(store.term() + 1)?;
+        model.is_initial.store(false, Ordering::Relaxed);
         let (term, now) = finish(&self.control, store, store.roll_back(&earlier));
         // Not before: what is saved meanwhile is all there is until one has these values.
         checkpoints.went_back(mark, (term, now));
@@ -86,6 +88,7 @@ pub(super) fn replace(
     if let Some(checkpoints) = &shared.checkpoints {
         checkpoints.reserve_term(store.term() + 1)?;
     }
+    model.is_initial.store(false, Ordering::Relaxed);
     let (term, _) = finish(runtime, store, store.load(fill));
     drop(whole);
     tracing::info!(term, "the model's values were replaced");

@@ -20,10 +20,9 @@ pub enum Call {
     InitBegin {
         table: TensorTable,
         blueprint: Option<String>,
-        /// The newest version of the server's model whose values are in mine, or are not wanted: a model that is no newer
-        /// takes these values. `None`: whatever model there is stays.
+        /// Which model gives way to mine, if there is one; `None`: any stays.
         #[serde(default)]
-        replaces: Option<u64>,
+        replaces: Option<Replaces>,
     },
     /// All values are sent; they become the model.
     InitCommit,
@@ -63,6 +62,16 @@ pub enum Call {
     Gather { round: u64 },
     /// This worker ends.
     Goodbye { parting: Parting },
+}
+
+/// Which model gives way to the values that a worker brings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Replaces {
+    /// The one that the server's owner began with, as long as it is that.
+    Untrained,
+    /// One of this term that is no newer: what was in it is in mine.
+    UpTo { term: u64, version: u64 },
 }
 
 /// How a worker ends.

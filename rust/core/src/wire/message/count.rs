@@ -66,7 +66,7 @@ fn next(cursor: &mut Cursor<'_>) -> Result<u64, MessageError> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Call, Join, ModelInfo, decode, encode};
+    use super::super::{Call, Join, ModelInfo, Replaces, decode, encode};
     use crate::dtype::Dtype;
     use crate::spec::{Contribution, Group, OptimizerSpec, Rule};
     use crate::table::{MAX_DIMS, MAX_NAMES, MAX_TENSORS, Role, TensorSpec, TensorTable};
@@ -159,7 +159,11 @@ mod tests {
         encode(&both, &mut bytes);
         assert!(decode::<(ModelInfo, OptimizerSpec)>(&bytes) == Ok(both));
         for message in [
-            Call::InitBegin { table: table.clone(), blueprint: Some("x".repeat(1 << 20)), replaces: Some(1) },
+            Call::InitBegin {
+                table: table.clone(),
+                blueprint: Some("x".repeat(1 << 20)),
+                replaces: Some(Replaces::UpTo { term: 1, version: 1 }),
+            },
             Call::Configure { contribution: Contribution::Gradient, optimizer: Some(optimizer) },
         ] {
             let mut bytes = vec![];

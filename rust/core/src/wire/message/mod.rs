@@ -10,7 +10,7 @@ mod handshake;
 mod membership;
 mod refusal;
 
-pub use call::{Call, FIRST_TERM, MOST_TERMS_BYTES, Parting, Reply};
+pub use call::{Call, FIRST_TERM, MOST_TERMS_BYTES, Parting, Replaces, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
     Attach, Attempt, Back, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo,
@@ -178,7 +178,9 @@ mod tests {
         });
         survives(&Attach { incarnation: 1, secret: [9; 16] });
         survives(&Call::InitBegin { table: table(), blueprint: None, replaces: None });
-        survives(&Call::InitBegin { table: table(), blueprint: None, replaces: Some(u64::MAX) });
+        for replaces in [Replaces::Untrained, Replaces::UpTo { term: 3, version: u64::MAX }] {
+            survives(&Call::InitBegin { table: table(), blueprint: None, replaces: Some(replaces) });
+        }
         survives(&Call::InitCommit);
         survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
         let said = |words: &str| Some(words.to_owned());
