@@ -1,6 +1,8 @@
 """Members that come from a parameter server to a process group, or go back to it, together."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import distributed
@@ -11,13 +13,28 @@ from offbeat.local.sums import Sums
 from offbeat.trainer.next import check_next
 from offbeat.trainer.strategies import Workshop
 
-__all__ = ["first_brings", "has_first_left"]
+__all__ = ["Unbrought", "first_brings", "has_first_left"]
 
 TO_CHANGE = (
     "have the same epochs and max_steps, and call stop, or set strategy, after the same batch of its own"
 )
 """What each member is to do, where they wait for one another before they meet: a trainer has no `flush`."""
 FAILED = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unbrought:
+    """What was trained here, which a strategy that has not begun yet may begin without.
+
+    Attributes:
+        by: The strategy that it was trained by, as it is shown.
+        how: "alone"; "together" with the members of a process group; "served": with those at a server.
+        is_due: The members are to bring it, if what begins is at a server.
+    """
+
+    by: str
+    how: Literal["alone", "together", "served"]
+    is_due: bool = False
 
 
 def has_first_left(workshop: Workshop, then: str, *, has_left: bool) -> bool:

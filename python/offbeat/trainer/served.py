@@ -22,16 +22,24 @@ JOIN_AGAIN = (
 )
 """What to do where the server is lost: a trainer's user has no worker."""
 
+BRING_AGAIN = (
+    ". The model is what all have made, as it was: when a server is there again, call train() in all "
+    "members, which brings it there"
+)
+"""What to do where it is lost while the first member brings it what all have made."""
+
 
 class Left(NamedTuple):
     """Where members were as they left a server.
 
     Attributes:
         run: The server's, by its id.
+        term: The life of its values.
         version: Of its model, whose values they went on from.
     """
 
     run: str
+    term: int
     version: int
 
     @classmethod
@@ -76,29 +84,41 @@ class Served(Strategy):
             self._join()
 
     def hand_over(self, left: Left | None) -> bool:
-        """Join, and make the model here the server's, if no push is lost by that.
+        """Join, and make the model here the server's, if nothing that others have trained is lost by that.
 
         Args:
-            left: Where members were at a server before; None: they never were at one. At one in whose run
-                they were not, any push is one that would be lost.
+            left: Where members were at a server before; None: they never were at one. In the place of a
+                model in whose run they were not, it is put if nobody has trained that.
 
         Returns:
             Whether it is; else it is the server's here.
+
+        Raises:
+            ConnectionLostError, OffbeatError: It has left the server then, and may come to this again.
         """
         model = self.workshop.model
         tensors = [*model.parameters(), *model.buffers()]
         own = [tensor.detach().clone() for tensor in tensors]
-        is_new = self.worker is None
-        self.begin()  # with the server's model, or this one where there was none
-        if is_new and all(map(torch.equal, tensors, own)):
-            return True
-        worker = self._joined
-        since = left.version if left is not None and left.run == worker.run_id else 0
-        if worker.version > since:
-            return False
-        for tensor, value in zip(tensors, own, strict=True):
-            write(value, tensor)
-        return worker.replace(since)
+
+        def is_own() -> bool:
+            return all(map(torch.equal, tensors, own))
+
+        try:
+            with _told_to_who_has_a_trainer(BRING_AGAIN):
+                self.begin()  # with the server's model, or this one where there was none
+                if is_own():
+                    return True
+                for tensor, value in zip(tensors, own, strict=True):
+                    write(value, tensor)
+                worker = self._joined
+                is_known = left is not None and left.run == worker.run_id
+                is_taken = worker.replace(
+                    (left.term, left.version) if left is not None and is_known else None
+                )
+                return is_taken or is_own()  # where the answer was lost, and it was asked again
+        except BaseException as error:
+            self.close(error)
+            raise
 
     def batch(self, batch: Batch) -> Made:
         """Hand a batch's gradients to the worker, which pushes if it is time to."""
@@ -148,7 +168,8 @@ class Served(Strategy):
     @property
     def left(self) -> Left | None:
         """Where this member is, as it leaves; None before it has joined."""
-        return None if self.worker is None else Left(self.worker.run_id, self.worker.version)
+        worker = self.worker
+        return None if worker is None else Left(worker.run_id, worker.term, worker.version)
 
     def follow(self, sync: Sync) -> None:
         """Take this worker's place with one that pushes as often as that."""
@@ -231,10 +252,10 @@ class Served(Strategy):
 
 
 @contextmanager
-def _told_to_who_has_a_trainer() -> Iterator[None]:
+def _told_to_who_has_a_trainer(instead: str = JOIN_AGAIN) -> Iterator[None]:
     """Say what to do with a trainer, where a worker says what to do with it."""
     try:
         yield
     except ConnectionLostError as error:
-        error.args = (str(error).replace(AFTER_A_LOSS, JOIN_AGAIN),)
+        error.args = (str(error).replace(AFTER_A_LOSS, instead),)
         raise

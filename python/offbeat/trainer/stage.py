@@ -1,6 +1,8 @@
 """Which strategy is at work: one at a time, each made when its turn comes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -8,12 +10,12 @@ import torch
 from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
 from offbeat.averaging.methods import Method
-from offbeat.errors import OtherTermsError, StateError
+from offbeat.errors import ConnectionLostError, OtherTermsError, StateError
 from offbeat.local.buffers import write
 from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
-from offbeat.trainer.handover import first_brings, has_first_left
-from offbeat.trainer.next import next_of
+from offbeat.trainer.handover import Unbrought, first_brings, has_first_left
+from offbeat.trainer.next import ENDS, next_of
 from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
 from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
@@ -43,18 +45,34 @@ class Stage:
         self._kind: Kind | None = None
         self._epoch = 0
         self._since = 0  # the epoch in which what is at work was made
-        self._trained_by: Kind | None = None  # what is in the model, and perhaps not in what begins next
-        self._has_left_server = False  # by `close`, without what others had still to push
-        self._left: Left | None = None  # a server, for another strategy
-        self._is_to_hand_over = False  # what was made in a process group, to a server that has not got it yet
-        self._is_handed_over = False
+        self._has_begun = False  # it, and not only been made
+        self._unbrought: Unbrought | None = None  # as long as it has not
+        self._is_handed_over = False  # likewise: the server has it
+        self._left: Left | None = None  # a server, with this
+        # By `close`, without what others had still to push to a server: whether it had joined that.
+        self._has_left: bool | None = None
 
     def begin(self) -> None:
         """Let what is at work begin again, with the optimizer there is by now."""
         self.used, self.epoch_at_work = [], None
         if self.strategy is not None and self._kind is not None:
             self.used.append(shown_kind(self._kind))
-            self._begin(self.strategy, self._kind, self._before(self._kind))
+            before = self._before(self._kind)
+            with self._unless_it_begins(before):
+                self._begin(self.strategy, self._kind, before)
+
+    def end_before(self, last_epoch: int) -> None:
+        """End at a server whose budget is used up, before an epoch, with all that others may wait for.
+
+        They may have pushed their last before it was, and wait to meet in a process group, which this member
+        does not come to: they are told. That is their error, and not this one's, which needs nothing of them.
+        """
+        later = (kind_at(self.schedule, epoch) for epoch in range(self._epoch + 1, last_epoch))
+        following = next((kind for kind in later if kind != self._kind), None)
+        is_awaited = following is not None and self._workshop.places.need_group([following])
+        if is_awaited and isinstance(self.strategy, Served):
+            with suppress(StateError, ConnectionLostError):
+                has_first_left(self._workshop, ENDS, has_left=False)
 
     def end(self) -> None:
         """Know that no batch is trained on any more, until it begins again."""
@@ -83,28 +101,26 @@ class Stage:
         strategy = self.strategy
         if kind != self._kind and self._became(kind):
             log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
-            self._kind = self._trained_by = kind
+            self._kind = kind
             self.used.append(shown_kind(kind))
         if strategy is None or kind != self._kind:
-            need_group = self._workshop.places.need_group
             if strategy is not None:
                 strategy.settle(next_of(kind))
-            is_served = isinstance(strategy, Served)
-            if need_group([kind]) and (is_served or self._has_left_server):
+            is_from_server = isinstance(strategy, Served) or self._has_left is not None
+            if is_from_server and self._workshop.places.need_group([kind]):
                 self._come_from_server(kind, epoch)
             if strategy is not None:
-                if isinstance(strategy, Served):
-                    self._left = strategy.left
-                self._is_to_hand_over = self._kind is not None and need_group([self._kind])
+                self._leave(strategy, is_closed=False)
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             self._since = epoch
             before = self._before(kind)  # members of a group begin with the first one's as soon as it is made
-            strategy = self.strategy = self._made_for(epoch)
-            self._kind = kind
-            self.used.append(shown_kind(kind))
-            self._begin(strategy, kind, before)
+            with self._unless_it_begins(before):
+                strategy = self.strategy = self._made_for(epoch)
+                self._kind = kind
+                self.used.append(shown_kind(kind))
+                self._begin(strategy, kind, before)
         elif sync != strategy.sync:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
@@ -113,11 +129,41 @@ class Stage:
         self.epoch_at_work = epoch
         return strategy
 
+    def _leave(self, strategy: Strategy, *, is_closed: bool) -> None:
+        """Note what the next strategy may begin without, as this one is left: by `close`, or for the next."""
+        if isinstance(strategy, Served) and strategy.left is not None:
+            self._left = strategy.left
+        kind, unbrought = self._kind, self._unbrought
+        if self._has_begun and kind is not None:
+            if kind == "local":
+                unbrought = Unbrought(shown_kind(kind), "alone")
+            elif self._workshop.places.need_group([kind]):
+                unbrought = Unbrought(shown_kind(kind), "together", is_due=True)
+            else:  # whoever closes it and comes again finds there what others have made meanwhile
+                unbrought = None if is_closed else Unbrought(shown_kind(kind), "served")
+        if unbrought is not None and is_closed:
+            unbrought = replace(unbrought, is_due=False)  # others may not come to that any more
+        self._unbrought, self._has_begun, self._is_handed_over = unbrought, False, False
+
     def _before(self, kind: Kind) -> list[torch.Tensor] | None:
-        """Give the parameters as another strategy has left them, which that one may begin without."""
-        if self._trained_by in (None, kind) or kind == "local":
+        """Give all values as another strategy has left them, which that one may begin without."""
+        if self._unbrought is None or self._unbrought.by == shown_kind(kind) or kind == "local":
             return None
-        return [parameter.detach().clone() for parameter in self._workshop.model.parameters()]
+        return [tensor.detach().clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
+
+    @contextmanager
+    def _unless_it_begins(self, before: list[torch.Tensor] | None) -> Iterator[None]:
+        """Let the model be what it was, where what begins in here fails: a later try goes on from that."""
+        try:
+            yield
+        except BaseException:
+            if before is not None:
+                for tensor, value in zip(self._tensors(), before, strict=True):
+                    write(value, tensor)
+            raise
 
     def _begin(self, strategy: Strategy, kind: Kind, before: list[torch.Tensor] | None) -> None:
         """Let what was made begin; again, where that failed.
@@ -127,22 +173,22 @@ class Stage:
             kind: Which it is.
             before: As `_before` gave it.
         """
-        if self._is_to_hand_over and isinstance(strategy, Served):
+        unbrought = self._unbrought
+        if isinstance(strategy, Served) and unbrought is not None and unbrought.is_due:
             own, left = strategy, self._left
             self._is_handed_over = first_brings(self._workshop, lambda: own.hand_over(left))
-        self._is_to_hand_over = False
+            self._unbrought = unbrought = replace(unbrought, is_due=False)
         strategy.begin()
-        if before is not None and not self._is_handed_over:
-            now = self._workshop.model.parameters()
-            if not all(map(torch.equal, before, now)):
-                log.warn(self._lost_here(kind))
-        self._trained_by, self._is_handed_over = kind, False
-        if kind != "local":
-            self._has_left_server = False
+        if before is not None and unbrought is not None and not self._is_handed_over:
+            own_parameters = before[: len(list(self._workshop.model.parameters()))]
+            if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
+                log.warn(self._lost_here(kind, unbrought))
+        self._has_begun, self._unbrought = True, None
+        self._is_handed_over, self._has_left = False, None
 
     def _come_from_server(self, kind: Kind, epoch: int) -> None:
         """Let all members push what they had to a server that they leave, and go on from its model."""
-        is_first_out = has_first_left(self._workshop, next_of(kind), has_left=self._has_left_server)
+        is_first_out = has_first_left(self._workshop, next_of(kind), has_left=bool(self._has_left))
         if isinstance(self.strategy, Served):
             self.strategy.pull()
         if is_first_out:
@@ -162,14 +208,17 @@ class Stage:
         is_averaged = isinstance(kind, Method) and self._workshop.places.are_served
         return kind == "parameter_server" or is_averaged
 
-    def _lost_here(self, kind: Kind) -> str:
+    def _lost_here(self, kind: Kind, unbrought: Unbrought) -> str:
         """Word that members begin with one model, which is not this one's."""
-        if self._is_served(kind):
-            whose, instead = "the server has", ", or start a server without a model, which takes this one"
-            if self._trained_by is not None and self._workshop.places.need_group([self._trained_by]):
-                whose += ", and to which there were pushes since these members left it, or before they came"
-        else:
+        if not self._is_served(kind):
             whose, instead = "the first member has", ""
+        else:
+            whose, instead = "the server has", ", or start a server without a model, which takes this one"
+            if unbrought.how == "together":
+                whose += (
+                    " (it was pushed to, was given other values or was started again since these members "
+                    "left it, or trained before they came; or close() was called in between)"
+                )
         return (
             f"epoch {self._since}: {_named(kind)} goes on from the model that {whose}, in which what was "
             f"trained here without it is not: that is lost, unless others have it; let it come before other "
@@ -188,8 +237,13 @@ class Stage:
         work = None  # of "local", where the change from it broke off
         if strategy is not None:
             work = strategy.state_of_now() if is_of_now else strategy.state_dict()
-        left = None if self._left is None else list(self._left)
-        return {"kind": shown_kind(kind), "epoch": self._epoch, "work": work, "left": left}
+        return {
+            "kind": shown_kind(kind),
+            "epoch": self._epoch if self._has_begun or strategy is None else self._since,
+            "work": work,
+            "left": None if self._left is None else list(self._left),
+            "unbrought": None if self._unbrought is None else asdict(self._unbrought),
+        }
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
         """Word why a state does not fit."""
@@ -215,15 +269,17 @@ class Stage:
         """Make what was at work, with what it had; it has not begun. The model stays as it is."""
         self.close()
         self.epoch_at_work = None  # it may go back to an epoch before
-        self._has_left_server = False  # the model is a state's
-        self._left = self._trained_by = None
+        self._unbrought = self._left = self._has_left = None  # the model is a state's
         if state is None:
             return
         self._left = Left.of(state.get("left"))  # older states tell of none
-        tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
+        if (unbrought := state.get("unbrought")) is not None:
+            self._unbrought = Unbrought(**unbrought)
+        self._has_begun = self._unbrought is None
+        tensors = self._tensors()
         values = [tensor.detach().clone() for tensor in tensors]
         epoch = self._epoch = state["epoch"]
-        self._kind = self._trained_by = kind_at(self.schedule, epoch)
+        self._kind = kind_at(self.schedule, epoch)
         self._since = epoch
         self.strategy = self._made_for(epoch)  # members of a group begin with the first's
         if not self.strategy.has_joined_others:
@@ -235,14 +291,14 @@ class Stage:
 
     def close(self, failure: BaseException | None = None) -> None:
         """End whatever is at work, by a failure perhaps; nobody is waited for."""
-        strategy, self.strategy, self._kind = self.strategy, None, None
-        self._is_to_hand_over = self._is_handed_over = False  # others may not come to that any more
-        if self._trained_by != "local":  # what others have, too, as far as it ended together with them
-            self._trained_by = None
-        if isinstance(strategy, Served):
-            self._has_left_server |= strategy.worker is not None
-        elif strategy is not None:
-            self._has_left_server = False
+        strategy = self.strategy
+        if strategy is not None:
+            self._leave(strategy, is_closed=True)
+            if isinstance(strategy, Served):
+                self._has_left = bool(self._has_left) or strategy.worker is not None
+        elif self._unbrought is not None:
+            self._unbrought = replace(self._unbrought, is_due=False)
+        self.strategy = self._kind = None
         if strategy is not None:
             strategy.close(failure)
 

@@ -83,9 +83,10 @@ class AsyncTrainer(Driveable):
     one here, and where members change to ``"accumulate"``, whose updates are the same in all of them, the
     state of the one here. All members have to change after the same batch of theirs. After
     ``"parameter_server"`` members of a process group go on from the server's model, once all have pushed what
-    they had. On the way back the first one brings what they have made together, for all, unless anybody has
-    pushed to the server since they left it, or before they came: that would be lost. Then all go on from the
-    server's model, and a warning says so. After ``"local"`` they do so as well, where the server has a model.
+    they had. On the way back the first one brings what they have made together, for all, unless the server's
+    model has had pushes or other values since they left it, or before they came: these would be lost. Then
+    all go on from the server's model, and a warning says so. After ``"local"``, or a `close` in between,
+    they do so as well, where the server has a model.
     So do methods of averaging and ``"accumulate"``: members begin with the model of the first, or of the
     server, as models that were trained apart for long have no good mean.
 

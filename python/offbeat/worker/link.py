@@ -57,8 +57,11 @@ class Link:
         self.binding.refresh()
         self._pull()
 
-    def replace(self, since: int) -> bool:
-        """Make the module's values the server's, unless its model is newer than a version; pull what it has.
+    def replace(self, since: tuple[int, int] | None) -> bool:
+        """Make the module's values the server's, if its model is no newer than (term, version); pull that.
+
+        Args:
+            since: None: if it is what the server's owner gave it, and nobody has trained it.
 
         Returns:
             Whether they are.

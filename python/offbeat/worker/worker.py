@@ -200,6 +200,12 @@ class AsyncWorker(process.Live):
         return self._link.version
 
     @property
+    def term(self) -> int:
+        """The life of the server's values, as last heard: versions are of one."""
+        self._usable()
+        return self._link.session.term
+
+    @property
     def history(self) -> History:
         """What the last `train` did, also if it was interrupted or failed.
 
@@ -282,13 +288,14 @@ class AsyncWorker(process.Live):
         return steps.take_kept()
 
     @one_thread
-    def replace(self, since: int) -> bool:
-        """Make the model here the server's, unless that has had a push after a version; take what is there.
+    def replace(self, since: tuple[int, int] | None) -> bool:
+        """Make the model here the server's, if nothing that was trained is lost by that; take what is there.
 
         Before the first batch. The server's optimizer begins anew then.
 
         Args:
-            since: The newest version of the server's model that this one goes on from.
+            since: The term and version of the server's model that this one goes on from: it is to be of that
+                term still, and no newer. None: nobody is to have trained what the server's owner gave it.
 
         Returns:
             Whether it is.

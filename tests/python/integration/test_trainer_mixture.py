@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from datetime import timedelta
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat import optim
-from offbeat.errors import ConnectionLostError, ModelMismatchError, StateError
+from offbeat.errors import ConfigError, ConnectionLostError, ModelMismatchError, StateError
 from offbeat.recovery import directory
 from offbeat.recovery.saver import Saver
 from support.averaging import warned
@@ -271,19 +272,20 @@ def test_no_push_of_one_who_is_no_member_is_lost_to_what_members_bring(serve, st
         assert term == 1
         assert equal(here.values(), there.values())
         (told,) = lost
-        assert f"{LOST}, and to which there were pushes since these members left it" in told
+        assert f"{LOST} (it was pushed to, was given other values or was started again since" in told
         assert receipts == {"applied": BATCHES // EVERY * strategies.count("parameter_server")}
 
 
 def brought_again(rank, port):
-    """Average, and go on at a server that has another model, where another server is next time."""
+    """Average, and go on at a server that has another model, or optimizer, where another is next time."""
     ours, said, term = model(seed=rank), [], None
-    address, servers = f"127.0.0.1:{port}", [None, wider(), model(seed=9)]
+    servers = [None, (wider(), None), (model(seed=9), optim.SGD(lr=0.1)), (model(seed=9), None)]
+    address = f"127.0.0.1:{port}"
     live = torch.optim.SGD(ours.parameters(), lr=0.05)
     with member_of(ours, address, {0: "average", 1: "parameter_server"}) as trainer, warned() as told:
         for served in servers:
             if is_host := rank == 0 and served is not None:
-                server = offbeat.ParameterServer(served, port=port)
+                server = offbeat.ParameterServer(served[0], optimizer=served[1], port=port)
                 server.start()
             distributed.barrier()
             own = values_of(ours)
@@ -292,7 +294,7 @@ def brought_again(rank, port):
                     dataloader=data_of(rank, 2), optimizer=live, loss_fn=LOSS, progress=False
                 )
                 said.append((history.stopped, None))
-            except (ModelMismatchError, StateError) as error:
+            except (ModelMismatchError, ConfigError, StateError) as error:
                 said.append((type(error).__name__, str(error)))
                 assert equal(own, values_of(ours))
             distributed.barrier()
@@ -310,7 +312,8 @@ def test_where_the_first_cannot_bring_it_all_hear_so_and_bring_it_by_the_next_tr
     found = together(brought_again, 2, free_port())
     for rank, (said, _, lost) in enumerate(found):
         kinds = [kind for kind, _ in said]
-        assert kinds == ["epochs", "StateError" if rank else "ModelMismatchError", "epochs"]
+        first = ["ModelMismatchError", "ConfigError"]
+        assert kinds == ["epochs", *(["StateError"] * 2 if rank else first), "epochs"]
         assert lost == []
     assert "the first member could not bring to the server" in found[1][0][1][1]
     assert found[0][1] == 2
@@ -351,6 +354,72 @@ def test_what_one_member_pushes_after_another_has_ended_is_in_what_all_go_on_fro
     for began, told in found:
         assert equal(began, pushed)
         assert not [text for text in told if "is lost" in text]
+
+
+def closed_apart(rank, address, closing):
+    """Push, train alone and average, where some members close the trainer between the first two."""
+    ours = model()
+    live = torch.optim.SGD(ours.parameters(), lr=0.05)
+    with warned() as told, member_of(ours, address, "parameter_server") as trainer:
+        for strategy in ("parameter_server", "local", "average"):
+            trainer.strategy = strategy
+            trainer.train(dataloader=data_of(rank, 4), optimizer=live, loss_fn=LOSS, progress=False)
+            if strategy == "parameter_server" and rank in closing:
+                trainer.close()
+    return [text for text in told if "is lost" in text or "is not in it" in text]
+
+
+@pytest.mark.parametrize("closing", [[0], [1], [0, 1]])
+def test_members_of_whom_some_have_closed_the_trainer_before_they_trained_alone_meet_all_the_same(
+    serve, closing
+):
+    found = together(closed_apart, 2, serve(model(seed=9)).address, closing)
+    # What was trained alone is lost, but for the first one's.
+    assert [len(told) for told in found] == [0, 1]
+    assert "Average() goes on from the model that the first member has" in found[1][0]
+
+
+class Waits:
+    """Batches of which the second member has the last when the first waits to change its strategy."""
+
+    def __init__(self, rank, address):
+        self.rank, self.address = rank, address
+
+    def __iter__(self):
+        batches = data_of(self.rank)
+        yield from batches[:-1]
+        if self.rank == 1:
+            with offbeat.Client(self.address) as client:
+                while client.status()["version"] < 2 * BATCHES - 1:
+                    threading.Event().wait(0.05)
+        yield batches[-1]
+
+
+def out_of_budget(rank, address):
+    """Push, with a budget that ends with the last batch of the second member, and average then."""
+    ours = model(seed=rank)
+    trainer = offbeat.AsyncTrainer(
+        ours, 0, 1, 1, strategy={0: "parameter_server", 1: "average"}, server_address=address
+    )
+    with trainer:
+        try:
+            history = trainer.train(
+                dataloader=Waits(rank, address),
+                epochs=2,
+                optimizer=torch.optim.SGD(ours.parameters(), lr=0.1),
+                loss_fn=LOSS,
+                progress=False,
+            )
+        except StateError as error:
+            return str(error)
+        return history.stopped
+
+
+def test_whom_a_server_s_budget_ends_tells_those_who_wait_to_change_their_strategy_with_it(serve):
+    server = serve(model(seed=9), max_samples=8 * (2 * BATCHES - 1))
+    first, second = together(out_of_budget, 2, server.address)
+    assert second == "budget"
+    assert first.startswith("this member goes on with strategy Average(), and not all others do")
 
 
 def in_two_trains(rank, address, closing):

@@ -1,5 +1,6 @@
 """AsyncTrainer against a parameter server."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -221,30 +222,123 @@ def test_who_has_averaged_alone_brings_that_to_a_server_with_a_model_that_nobody
         assert torch.allclose(mine, plain, atol=1e-6)
 
 
-@pytest.mark.parametrize("others_push", [False, True])
-def test_a_state_knows_with_what_members_have_left_a_server(serve, others_push, caplog):
-    """A process that goes on from one brings what it has to that server, unless others have pushed since."""
+def pushed_by_one_else(server):
+    with offbeat.AsyncWorker(server.address, model()) as worker:
+        live = torch.optim.SGD(worker.model.parameters(), lr=0.01)
+        worker.train(dataloader=DATA, optimizer=live, loss_fn=LOSS, progress=False)
+
+
+@pytest.mark.parametrize("how", ["state", "close"])
+@pytest.mark.parametrize(
+    ("happens", "is_brought"),
+    [
+        (lambda server: None, True),
+        (pushed_by_one_else, False),
+        (lambda server: server.load_state_dict(model().state_dict()), False),
+    ],
+    ids=["nothing", "pushes", "other values"],
+)
+def test_members_bring_what_they_have_made_where_a_server_is_as_they_left_it(
+    serve, happens, is_brought, how, caplog
+):
+    """Also a process that goes on from a state, and one that has closed its trainer as it left."""
     server = serve(model())
-    strategy = {0: "parameter_server", 1: "average", 2: "parameter_server"}
     places = {"server_address": server.address, "process_group": False}
+    strategies = {0: "parameter_server", 1: "average", 2: "parameter_server"}
     ours = model()
-    with offbeat.AsyncTrainer(ours, strategy=strategy, **places) as trainer:
-        fit(trainer, torch.optim.SGD(ours.parameters(), lr=0.1), epochs=2)
-        state, values = trainer.state_dict(), copy.deepcopy(ours.state_dict())
-    if others_push:
-        with offbeat.AsyncWorker(server.address, model()) as worker:
-            worker.train(dataloader=DATA, optimizer=torch.optim.SGD(worker.model.parameters()), loss_fn=LOSS)
+    live = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with contextlib.ExitStack() as stack:
+        trainer = stack.enter_context(offbeat.AsyncTrainer(ours, strategy=strategies, **places))
+        fit(trainer, live)
+        if how == "close":
+            trainer.close()
+        fit(trainer, live)
+        happens(server)
+        values = copy.deepcopy(ours.state_dict())
+        if how == "state":
+            state, ours = trainer.state_dict(), model()
+            ours.load_state_dict(values)
+            trainer.close()
+            trainer = stack.enter_context(offbeat.AsyncTrainer(ours, strategy=strategies, **places))
+            live = torch.optim.SGD(ours.parameters(), lr=0.1)
+            trainer.load_state_dict(state, optimizer=live)
+        live.param_groups[0]["lr"] = 0.0  # what it pushes is nothing
+        before = copy.deepcopy(server.state_dict())
+        fit(trainer, None)
+    assert caplog.text.count("is lost") == (not is_brought)
+    kept = values if is_brought else before
+    now = server.state_dict()
+    assert all(np.allclose(now[name], kept[name], atol=1e-6) for name in kept)
+
+
+def test_of_two_that_come_by_themselves_the_second_finds_the_first_s_model(serve, caplog):
+    """Neither was there before, and what the one has brought is not what the server's owner gave it."""
+    server = serve(model())
+    places = {"server_address": server.address, "process_group": False}
+    strategies = {0: "average", 1: "parameter_server"}
+    values = []
+    with contextlib.ExitStack() as stack:
+        for number in range(2):
+            ours = model()
+            trainer = stack.enter_context(
+                offbeat.AsyncTrainer(ours, 0, 1, 100, strategy=strategies, **places)
+            )
+            live = torch.optim.SGD(ours.parameters(), lr=0.1 + number)
+            fit(trainer, live)
+            values.append(copy.deepcopy(ours.state_dict()))
+            live.param_groups[0]["lr"] = 0.0
+            fit(trainer, None)
+            assert caplog.text.count("is lost") == number
+    now = server.state_dict()
+    assert all(np.allclose(now[name], value, atol=1e-6) for name, value in values[0].items())
+
+
+def test_who_closes_a_trainer_that_has_averaged_is_told_that_a_server_goes_on_without_that(serve, caplog):
+    server = serve(model())
+    ours = model()
+    live = torch.optim.SGD(ours.parameters(), lr=0.1)
+    places = {"server_address": server.address, "process_group": False}
+    with offbeat.AsyncTrainer(ours, strategy={0: "average", 1: "parameter_server"}, **places) as trainer:
+        fit(trainer, live)
+        trainer.close()
+        fit(trainer, live)
+    assert caplog.text.count("is lost") == 1
+    assert "or close() was called in between" in caplog.text
+
+
+@pytest.mark.parametrize("first", ["average", "local"])
+def test_a_state_of_a_trainer_that_could_not_begin_at_a_server_goes_on_as_that_would(first, caplog):
+    port = free_port()
+    places = {"server_address": f"127.0.0.1:{port}"} | (
+        {"process_group": False} if first == "average" else {}
+    )
+    strategies = {0: first, 1: "parameter_server"}
+    ours = model()
+    live = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with offbeat.AsyncTrainer(ours, strategy=strategies, **places) as trainer:
+        fit(trainer, live)
+        values = copy.deepcopy(ours.state_dict())
+        with (
+            offbeat.ParameterServer(model(), optimizer=optim.SGD(lr=0.1), port=port),
+            pytest.raises(ConfigError, match="optimizer"),
+        ):
+            fit(trainer, None)
+        assert all(map(torch.equal, values.values(), ours.state_dict().values()))
+        state = trainer.state_dict()
     later = model()
     later.load_state_dict(values)
-    with offbeat.AsyncTrainer(later, strategy=strategy, **places) as trainer:
-        live = torch.optim.SGD(later.parameters(), lr=0.1)
+    live = torch.optim.SGD(later.parameters(), lr=0.1)
+    with (
+        offbeat.ParameterServer(model(), port=port) as server,
+        offbeat.AsyncTrainer(later, strategy=strategies, **places) as trainer,
+    ):
         trainer.load_state_dict(state, optimizer=live)
-        live.param_groups[0]["lr"] = 0.0  # what it pushes is nothing
-        fit(trainer, live)
-    assert caplog.text.count("is lost") == others_push
-    now = server.state_dict()
-    is_brought = all(np.allclose(now[name], values[name], atol=1e-6) for name in values)
-    assert is_brought != others_push
+        live.param_groups[0]["lr"] = 0.0
+        fit(trainer, None)
+        now = server.state_dict()
+    assert caplog.text.count("is lost") == (first == "local")
+    is_brought = all(np.allclose(now[name], value, atol=1e-6) for name, value in values.items())
+    assert is_brought == (first == "average")
 
 
 def test_a_server_without_a_model_takes_what_was_trained_before(serve, trainer_of, caplog):
