@@ -93,12 +93,8 @@ impl Init {
             shared.set_model(Snapshot { table, fragments: values }, blueprint)?;
             return Ok(true);
         };
-        if !is_replaced(model, replaces) {
-            return Ok(false);
-        }
         let fill = &mut |i: usize, to: &mut [u8]| to.copy_from_slice(&std::mem::take(&mut values[i]));
-        values::replace(shared, model, runtime, fill)?;
-        Ok(true)
+        values::replace(shared, model, runtime, |model| is_replaced(model, replaces), fill)
     }
 }
 
@@ -107,7 +103,7 @@ pub(super) fn is_replaced(model: &Model, replaces: Option<Replaces>) -> bool {
     let store = &model.store;
     match replaces {
         None => false,
-        // Relaxed: whoever replaces values holds the right to, or is the owner, who sees to it.
+        // Relaxed: where it counts, `whole` is held, as by whoever replaces values.
         Some(Replaces::Untrained) => model.is_initial.load(Ordering::Relaxed) && store.version() == 0,
         Some(Replaces::UpTo { term, version }) => store.term() == term && store.version() <= version,
     }

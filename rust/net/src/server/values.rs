@@ -40,7 +40,8 @@ impl Server {
         let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
         check_values(model.store.table(), tensors)?;
         let layout = Arc::clone(model.store.layout());
-        replace(&self.shared, model, &self.control, &mut |i, to| gather(&layout, tensors, i, to))
+        replace(&self.shared, model, &self.control, |_| true, &mut |i, to| gather(&layout, tensors, i, to))?;
+        Ok(())
     }
 
     /// Goes back to a checkpoint, the newest or that of a version: model and optimizer state are what they were then, in
@@ -73,7 +74,8 @@ impl Server {
     }
 }
 
-/// Replaces every value of the model, each fragment's by what `fill` writes. Blocks; `runtime` is to wait by.
+/// Replaces every value of the model, each fragment's by what `fill` writes, if it `gives_way`: nobody else replaces any
+/// from when that is asked on. Gives whether it did. Blocks; `runtime` is to wait by.
 ///
 /// # Errors
 /// [`ServerError`] if the server keeps checkpoints and has stopped; nothing has changed then.
@@ -81,10 +83,14 @@ pub(super) fn replace(
     shared: &Shared,
     model: &Model,
     runtime: &Handle,
+    gives_way: impl FnOnce(&Model) -> bool,
     fill: &mut dyn FnMut(usize, &mut [u8]),
-) -> Result<(), ServerError> {
+) -> Result<bool, ServerError> {
     let store = &model.store;
     let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
+    if !gives_way(model) {
+        return Ok(false);
+    }
     if let Some(checkpoints) = &shared.checkpoints {
         checkpoints.reserve_term(store.term() + 1)?;
     }
@@ -96,7 +102,7 @@ pub(super) fn replace(
     if let Some(checkpoints) = &shared.checkpoints {
         keeper::keep_term(shared, checkpoints, model, term);
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Drives a load to its end; gives its term, and the version at which it came.
