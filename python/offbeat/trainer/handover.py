@@ -16,7 +16,8 @@ from offbeat.trainer.strategies import Workshop
 __all__ = ["Unbrought", "first_brings", "has_first_left"]
 
 TO_CHANGE = (
-    "have the same epochs and max_steps, and call stop, or set strategy, after the same batch of its own"
+    "have the same epochs and max_steps, and call stop, set strategy, or close the trainer, after the same "
+    "batch of its own"
 )
 """What each member is to do, where they wait for one another before they meet: a trainer has no `flush`."""
 FAILED = -1.0
@@ -37,34 +38,50 @@ class Unbrought:
     is_due: bool = False
 
 
-def has_first_left(workshop: Workshop, then: str, *, has_left: bool) -> bool:
+def has_first_left(
+    workshop: Workshop, then: str, *, has_left: bool, pull: Callable[[], object] | None
+) -> bool:
     """Wait until all members have pushed what they had, before they meet in a process group.
 
     Args:
         workshop: This member's.
         then: What it does next, in words.
         has_left: It has left the server already, without what others had still to push then.
+        pull: Takes the server's model: what the first one does when all have pushed, for all go on from its.
 
     Returns:
-        Whether the first one has, from whose model all go on.
+        Whether the first one has left before.
 
     Raises:
-        StateError: If they do not all do the same next.
+        StateError: If they do not all do the same next, or the first could not pull; its own error is raised
+            there.
         ConnectionLostError: If a member is lost.
     """
     group = _group(workshop)
     if group is None:
+        if pull is not None:
+            pull()
         return False
-    has = torch.full([1], float(has_left), device=workshop.device)
     members = Sums.among(group, of="what is next", each=TO_CHANGE)
     try:
         with members.together() as own:
             are_alike = is_alike(own, then, workshop.device)
-            take_first(own, has)
+        check_next(then, are_alike=are_alike)
+
+        def taken() -> float:
+            if pull is not None:
+                pull()
+            return float(has_left)
+
+        told = _told_by_first(members, workshop, taken)
     finally:
         members.close()
-    check_next(then, are_alike=are_alike)
-    return bool(has.item())
+    if told == FAILED:
+        raise StateError(
+            "the first member could not take what all have pushed to the server, and its own error says why: "
+            "call train() again, in all members, once that is mended"
+        )
+    return bool(told)
 
 
 def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:
@@ -84,23 +101,29 @@ def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:
     group = _group(workshop)
     if group is None:
         return bring()
-    told = torch.full([1], FAILED, device=workshop.device)
     members = Sums.among(group, of="what is brought to the server", each=TO_CHANGE)
     try:
-        try:
-            if distributed.get_rank(group) == 0:
-                told.fill_(float(bring()))
-        finally:  # the others wait, also where it could not
-            with members.together() as own:
-                take_first(own, told)
+        told = _told_by_first(members, workshop, bring)
     finally:
         members.close()
-    if (is_brought := told.item()) == FAILED:
+    if told == FAILED:
         raise StateError(
             "the first member could not bring to the server what all have made in their process group, and "
             "its own error says why: call train() again, in all members, once that is mended"
         )
-    return bool(is_brought)
+    return bool(told)
+
+
+def _told_by_first(members: Sums, workshop: Workshop, act: Callable[[], float]) -> float:
+    """Give all members what comes of it in the first one; `FAILED`, where it raises there."""
+    told = torch.full([1], FAILED, device=workshop.device)
+    try:
+        if distributed.get_rank(members.group) == 0:
+            told.fill_(act())
+    finally:  # the others wait, also where it could not
+        with members.together() as own:
+            take_first(own, told)
+    return told.item()
 
 
 def _group(workshop: Workshop) -> distributed.ProcessGroup | None:

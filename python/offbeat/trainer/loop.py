@@ -125,8 +125,6 @@ class Loop:
         if strategy is not None:
             strategy.settle(ENDS)
             self._note()
-            if self._account.is_out_of_budget:
-                self._stage.end_before(self._plan.first_epoch + self._plan.epochs)
             if self._lines.is_one_missing:
                 self._log(strategy)
         self._finiteness.end()

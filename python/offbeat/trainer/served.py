@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from offbeat import trained_by
-from offbeat.errors import ConnectionLostError, StateError
+from offbeat.errors import ClosedError, ConnectionLostError, ForkedError, StateError
 from offbeat.local.buffers import write
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
@@ -167,9 +167,12 @@ class Served(Strategy):
 
     @property
     def left(self) -> Left | None:
-        """Where this member is, as it leaves; None before it has joined."""
+        """Where this member is, as it leaves; None before it has joined, and where nobody can tell."""
         worker = self.worker
-        return None if worker is None else Left(worker.run_id, worker.term, worker.version)
+        try:
+            return None if worker is None else Left(worker.run_id, worker.term, worker.version)
+        except (ClosedError, ForkedError):  # as at Python's end, when a worker has said goodbye by itself
+            return None
 
     def follow(self, sync: Sync) -> None:
         """Take this worker's place with one that pushes as often as that."""

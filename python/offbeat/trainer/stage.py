@@ -1,7 +1,7 @@
 """Which strategy is at work: one at a time, each made when its turn comes."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch
 from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
 from offbeat.averaging.methods import Method
-from offbeat.errors import ConnectionLostError, OtherTermsError, StateError
+from offbeat.errors import OtherTermsError, StateError
 from offbeat.local.buffers import write
 from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
 from offbeat.trainer.handover import Unbrought, first_brings, has_first_left
-from offbeat.trainer.next import ENDS, next_of
+from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
 from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
@@ -47,7 +47,6 @@ class Stage:
         self._since = 0  # the epoch in which what is at work was made
         self._has_begun = False  # it, and not only been made
         self._unbrought: Unbrought | None = None  # as long as it has not
-        self._is_handed_over = False  # likewise: the server has it
         self._left: Left | None = None  # a server, with this
         # By `close`, without what others had still to push to a server: whether it had joined that.
         self._has_left: bool | None = None
@@ -60,19 +59,6 @@ class Stage:
             before = self._before(self._kind)
             with self._unless_it_begins(before):
                 self._begin(self.strategy, self._kind, before)
-
-    def end_before(self, last_epoch: int) -> None:
-        """End at a server whose budget is used up, before an epoch, with all that others may wait for.
-
-        They may have pushed their last before it was, and wait to meet in a process group, which this member
-        does not come to: they are told. That is their error, and not this one's, which needs nothing of them.
-        """
-        later = (kind_at(self.schedule, epoch) for epoch in range(self._epoch + 1, last_epoch))
-        following = next((kind for kind in later if kind != self._kind), None)
-        is_awaited = following is not None and self._workshop.places.need_group([following])
-        if is_awaited and isinstance(self.strategy, Served):
-            with suppress(StateError, ConnectionLostError):
-                has_first_left(self._workshop, ENDS, has_left=False)
 
     def end(self) -> None:
         """Know that no batch is trained on any more, until it begins again."""
@@ -107,10 +93,12 @@ class Stage:
             if strategy is not None:
                 strategy.settle(next_of(kind))
             is_from_server = isinstance(strategy, Served) or self._has_left is not None
-            if is_from_server and self._workshop.places.need_group([kind]):
+            if are_pushed := is_from_server and self._workshop.places.need_group([kind]):
                 self._come_from_server(kind, epoch)
             if strategy is not None:
                 self._leave(strategy, is_closed=False)
+                if are_pushed:  # the first one has what all have pushed
+                    self._unbrought = None
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
@@ -143,7 +131,7 @@ class Stage:
                 unbrought = None if is_closed else Unbrought(shown_kind(kind), "served")
         if unbrought is not None and is_closed:
             unbrought = replace(unbrought, is_due=False)  # others may not come to that any more
-        self._unbrought, self._has_begun, self._is_handed_over = unbrought, False, False
+        self._unbrought, self._has_begun = unbrought, False
 
     def _before(self, kind: Kind) -> list[torch.Tensor] | None:
         """Give all values as another strategy has left them, which that one may begin without."""
@@ -159,7 +147,11 @@ class Stage:
         """Let the model be what it was, where what begins in here fails: a later try goes on from that."""
         try:
             yield
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(
+                self.strategy, Served
+            ):  # which has taken the server's model, perhaps: it is to come anew
+                self.strategy.close(failure)
             if before is not None:
                 for tensor, value in zip(self._tensors(), before, strict=True):
                     write(value, tensor)
@@ -173,25 +165,23 @@ class Stage:
             kind: Which it is.
             before: As `_before` gave it.
         """
-        unbrought = self._unbrought
-        if isinstance(strategy, Served) and unbrought is not None and unbrought.is_due:
+        if isinstance(strategy, Served) and self._unbrought is not None and self._unbrought.is_due:
             own, left = strategy, self._left
-            self._is_handed_over = first_brings(self._workshop, lambda: own.hand_over(left))
-            self._unbrought = unbrought = replace(unbrought, is_due=False)
+            is_brought = first_brings(self._workshop, lambda: own.hand_over(left))
+            self._unbrought = None if is_brought else replace(self._unbrought, is_due=False)
         strategy.begin()
-        if before is not None and unbrought is not None and not self._is_handed_over:
+        unbrought = self._unbrought
+        if before is not None and unbrought is not None:
             own_parameters = before[: len(list(self._workshop.model.parameters()))]
             if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
                 log.warn(self._lost_here(kind, unbrought))
-        self._has_begun, self._unbrought = True, None
-        self._is_handed_over, self._has_left = False, None
+        self._has_begun, self._unbrought, self._has_left = True, None, None
 
     def _come_from_server(self, kind: Kind, epoch: int) -> None:
         """Let all members push what they had to a server that they leave, and go on from its model."""
-        is_first_out = has_first_left(self._workshop, next_of(kind), has_left=bool(self._has_left))
-        if isinstance(self.strategy, Served):
-            self.strategy.pull()
-        if is_first_out:
+        strategy = self.strategy
+        pull = strategy.pull if isinstance(strategy, Served) else None
+        if has_first_left(self._workshop, next_of(kind), has_left=bool(self._has_left), pull=pull):
             log.warn(
                 f"epoch {epoch}: {_named(kind)} goes on from the model that the first member has, as it had "
                 f"pulled it when close() came: what others have pushed to the server since is not in it. "

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import signal
-import threading
 from datetime import timedelta
 
 import numpy as np
@@ -377,49 +376,6 @@ def test_members_of_whom_some_have_closed_the_trainer_before_they_trained_alone_
     # What was trained alone is lost, but for the first one's.
     assert [len(told) for told in found] == [0, 1]
     assert "Average() goes on from the model that the first member has" in found[1][0]
-
-
-class Waits:
-    """Batches of which the second member has the last when the first waits to change its strategy."""
-
-    def __init__(self, rank, address):
-        self.rank, self.address = rank, address
-
-    def __iter__(self):
-        batches = data_of(self.rank)
-        yield from batches[:-1]
-        if self.rank == 1:
-            with offbeat.Client(self.address) as client:
-                while client.status()["version"] < 2 * BATCHES - 1:
-                    threading.Event().wait(0.05)
-        yield batches[-1]
-
-
-def out_of_budget(rank, address):
-    """Push, with a budget that ends with the last batch of the second member, and average then."""
-    ours = model(seed=rank)
-    trainer = offbeat.AsyncTrainer(
-        ours, 0, 1, 1, strategy={0: "parameter_server", 1: "average"}, server_address=address
-    )
-    with trainer:
-        try:
-            history = trainer.train(
-                dataloader=Waits(rank, address),
-                epochs=2,
-                optimizer=torch.optim.SGD(ours.parameters(), lr=0.1),
-                loss_fn=LOSS,
-                progress=False,
-            )
-        except StateError as error:
-            return str(error)
-        return history.stopped
-
-
-def test_whom_a_server_s_budget_ends_tells_those_who_wait_to_change_their_strategy_with_it(serve):
-    server = serve(model(seed=9), max_samples=8 * (2 * BATCHES - 1))
-    first, second = together(out_of_budget, 2, server.address)
-    assert second == "budget"
-    assert first.startswith("this member goes on with strategy Average(), and not all others do")
 
 
 def in_two_trains(rank, address, closing):

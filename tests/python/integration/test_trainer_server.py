@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import logging
 import math
 import types
 
@@ -304,6 +305,51 @@ def test_who_closes_a_trainer_that_has_averaged_is_told_that_a_server_goes_on_wi
         fit(trainer, live)
     assert caplog.text.count("is lost") == 1
     assert "or close() was called in between" in caplog.text
+
+
+class Interrupts(logging.Handler):
+    """Ctrl-C comes, once, as a warning is given."""
+
+    has_come = False
+
+    def emit(self, record):
+        if "is lost" in record.getMessage() and not self.has_come:
+            self.has_come = True
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_change_whose_model_the_server_does_not_take_has_the_next_train_come_anew(serve, caplog):
+    """With the worker that had joined, it would take what it has itself for what the server has."""
+    server = serve(model())
+    places = {"server_address": server.address, "process_group": False}
+    ours = model()
+    live = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with offbeat.AsyncTrainer(ours, strategy={0: "average", 1: "parameter_server"}, **places) as trainer:
+        fit(trainer, live)
+        pushed_by_one_else(server)
+        values, theirs = copy.deepcopy(ours.state_dict()), copy.deepcopy(server.state_dict())
+        handler = Interrupts()
+        logging.getLogger("offbeat").addHandler(handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                fit(trainer, live)
+        finally:
+            logging.getLogger("offbeat").removeHandler(handler)
+        assert all(map(torch.equal, values.values(), ours.state_dict().values()))
+        caplog.clear()
+        live.param_groups[0]["lr"] = 0.0
+        fit(trainer, live)
+        assert caplog.text.count("is lost") == 1
+    now = server.state_dict()
+    assert all(np.allclose(now[name], value, atol=1e-6) for name, value in theirs.items())
+
+
+def test_a_trainer_whose_worker_has_ended_by_itself_is_closed_as_any(serve, trainer_of):
+    """As by an `atexit` of the user's own."""
+    _, trainer = trainer_of(model())
+    fit(trainer, optim.SGD(lr=0.1))
+    trainer._stage.strategy.worker.close()
+    trainer.close()
 
 
 @pytest.mark.parametrize("first", ["average", "local"])
