@@ -720,7 +720,7 @@ import offbeat
 
 rank, here = int(sys.argv[1]), Path(sys.argv[2])
 store = distributed.FileStore(str(here / "store"), 2)
-distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
 ours = offbeat.AsyncModelAverager(nn.Linear(1, 1), averaging_frequency=1, method=sys.argv[3])
 if rank == 0:
     ours.step(1)
@@ -740,12 +740,12 @@ def test_a_process_that_ends_in_mid_round_waits_for_nobody(method, tmp_path):
 
     with start(0) as ends, start(1) as stays:
         try:
-            _, told = ends.communicate(timeout=45)
+            _, told = ends.communicate(timeout=90)  # a wait for the other would be for as long as the group's
             assert ends.returncode == 1
             assert told.endswith("ValueError: of the user's\n")
             assert stays.poll() is None
         finally:
-            stays.communicate("\n", timeout=45)
+            stays.communicate("\n", timeout=90)
             ends.kill()
             stays.kill()
 
