@@ -111,10 +111,8 @@ class Served(Strategy):
                 for tensor, value in zip(tensors, own, strict=True):
                     write(value, tensor)
                 worker = self._joined
-                is_known = left is not None and left.run == worker.run_id
-                is_taken = worker.replace(
-                    (left.term, left.version) if left is not None and is_known else None
-                )
+                is_new = left is None or left.run != worker.run_id
+                is_taken = worker.replace(None if left is None or is_new else (left.term, left.version))
                 return is_taken or is_own()  # where the answer was lost, and it was asked again
         except BaseException as error:
             self.close(error)
