@@ -348,15 +348,34 @@ impl Store {
     /// parameters and are rejected as rolled back. Optimizer state starts anew. Resolves when the last fragment has
     /// changed; any roles that come back are to be driven like a submission's.
     pub fn load(self: &Arc<Self>, fill: &mut dyn FnMut(usize, &mut [u8])) -> Load {
-        self.replace_all(&mut |i, term| filled(&self.layout, i, (term, 0), Box::default(), &self.pool, fill))
+        self.load_if(|_, _| true, fill).expect("whatever it is")
     }
 
-    /// Replaces every root by those that `make` gives for a fragment and the new term.
-    fn replace_all(self: &Arc<Self>, make: &mut dyn FnMut(usize, u64) -> Root) -> Load {
+    /// Replaces every value as [`Self::load`] does, if the term and the version are such that they may be: from when that is
+    /// asked on no push of this term gets a ticket.
+    pub fn load_if(
+        self: &Arc<Self>,
+        may: impl FnOnce(u64, u64) -> bool,
+        fill: &mut dyn FnMut(usize, &mut [u8]),
+    ) -> Option<Load> {
+        self.replace_all(may, &mut |i, term| {
+            filled(&self.layout, i, (term, 0), Box::default(), &self.pool, fill)
+        })
+    }
+
+    /// Replaces every root by those that `make` gives for a fragment and the new term, if that `may` be.
+    fn replace_all(
+        self: &Arc<Self>,
+        may: impl FnOnce(u64, u64) -> bool,
+        make: &mut dyn FnMut(usize, u64) -> Root,
+    ) -> Option<Load> {
         // It guards no value: a load that panicked has left the fragments it had queued.
         let _in_order = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let (term, version) = {
             let mut registry = self.registry();
+            if !may(registry.term, registry.version) {
+                return None;
+            }
             registry.term += 1;
             (registry.term, registry.version)
         };
@@ -368,7 +387,7 @@ impl Store {
             let turn = self.models.enqueue(ModelEntry::Replace { roots, done });
             load.done.push(heard);
             load.model_role = turn.then(|| ModelRole::new(Arc::clone(self)));
-            return load;
+            return Some(load);
         }
         for fragment in 0..self.cells.len() {
             let (done, heard) = oneshot::channel();
@@ -377,7 +396,7 @@ impl Store {
             // Dropping a role drains it in place: a load is rare and may take its time.
             drop(turn.then(|| self.role(fragment)));
         }
-        load
+        Some(load)
     }
 }
 

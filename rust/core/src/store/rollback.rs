@@ -23,13 +23,14 @@ impl Store {
             _ => None,
         };
         let reader = to.reader();
-        self.replace_all(&mut |fragment, term| {
+        let load = self.replace_all(|_, _| true, &mut |fragment, term| {
             let root = reader.root(fragment);
             let state = root.state().zip(epoch).map(|(state, epoch)| self.copied(state, epoch));
             let mut data = self.pool.take(root.held().len());
             data.bytes_mut().copy_from_slice(root.held());
             Root::new(&self.layout.fragments[fragment], (term, 0), data, state, Box::default())
-        })
+        });
+        load.expect("whatever it is")
     }
 
     fn copied(&self, state: &OptimizerState, epoch: u32) -> OptimizerState {

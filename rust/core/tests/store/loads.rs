@@ -20,6 +20,30 @@ fn a_cut_waits_for_a_load() {
 }
 
 #[test]
+fn a_load_that_may_not_be_changes_nothing_and_one_that_may_is_as_any() {
+    for transaction in [Transaction::Fragment, Transaction::Model] {
+        let store = store_with(transaction, StalenessSpec::default(), None);
+        let seen = std::cell::Cell::new((0, 0));
+        let refused = store.load_if(
+            |term, version| {
+                seen.set((term, version));
+                false
+            },
+            &mut |_, _| panic!("nothing is asked for"),
+        );
+        assert!(refused.is_none());
+        assert_eq!(seen.get(), (store.term(), store.version()));
+        assert_eq!(store.term(), 1);
+        let mut load = store.load_if(|term, _| term == 1, &mut |_, bytes| bytes.fill(0)).unwrap();
+        let mut role = load.model_role.take();
+        while let Some(held) = role {
+            role = held.step();
+        }
+        assert_eq!((store.term(), value(&store, 0).to_bits()), (2, 0));
+    }
+}
+
+#[test]
 fn a_load_begins_a_new_term_and_refuses_what_was_computed_before_it() {
     let store = store();
     let (a, b) = (enter(&store, "a").unwrap(), enter(&store, "b").unwrap());

@@ -166,9 +166,9 @@ impl Client {
 
     /// Brings values, as [`Self::init`] does, also where there is a model that is to give way: it has these values then in a
     /// new term, in which its optimizer begins anew, and pushes that were computed on the ones before are rejected. Whether it
-    /// is such a model is seen once more when they have come, so that only a push in the very moment in which they are put
-    /// there is lost to them. Returns whether these were taken; where a connection was lost on the way, `false` may be said of
-    /// values that had been, and are there.
+    /// is such a model is asked once more as the term is raised, so that no push that was applied is lost to them. Returns
+    /// whether these were taken; where a connection was lost on the way, `false` may be said of values that had been, and are
+    /// there.
     ///
     /// # Errors
     /// As [`Self::init`].

@@ -94,17 +94,18 @@ impl Init {
             return Ok(true);
         };
         let fill = &mut |i: usize, to: &mut [u8]| to.copy_from_slice(&std::mem::take(&mut values[i]));
-        values::replace(shared, model, runtime, |model| is_replaced(model, replaces), fill)
+        let gives_way = |term, version| gives_way(model, (term, version), replaces);
+        values::replace(shared, model, runtime, gives_way, fill)
     }
 }
 
-/// Whether a model gives way, as one that a worker brings asks it to: nothing that was trained is lost by that.
-pub(super) fn is_replaced(model: &Model, replaces: Option<Replaces>) -> bool {
-    let store = &model.store;
+/// Whether a model of a term and version gives way, as one that a worker brings asks it to: nothing that was trained is lost
+/// by that.
+pub(super) fn gives_way(model: &Model, at: (u64, u64), replaces: Option<Replaces>) -> bool {
     match replaces {
         None => false,
-        // Relaxed: where it counts, `whole` is held, as by whoever replaces values.
-        Some(Replaces::Untrained) => model.is_initial.load(Ordering::Relaxed) && store.version() == 0,
-        Some(Replaces::UpTo { term, version }) => store.term() == term && store.version() <= version,
+        // Relaxed: it changes under `whole`, and is asked there once more.
+        Some(Replaces::Untrained) => model.is_initial.load(Ordering::Relaxed) && at.1 == 0,
+        Some(Replaces::UpTo { term, version }) => at.0 == term && at.1 <= version,
     }
 }

@@ -3,7 +3,7 @@
 
 use super::connection::{Answer, Connection, Phase};
 use super::end::{End, or_closed};
-use super::init::{Init, is_replaced};
+use super::init::{Init, gives_way};
 use super::joined::Entered;
 use super::membership::Traffic;
 use super::outbox::Outbox;
@@ -264,7 +264,8 @@ impl Session {
                 }
                 return Err(end);
             }
-            let stays = !is_replaced(model, replaces);
+            let at = (model.store.term(), model.store.version()); // what is brought is asked about once more
+            let stays = !gives_way(model, at, replaces);
             self.place(header)?;
             if stays {
                 return Ok(Reply::Init { taken: false });

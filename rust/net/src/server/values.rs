@@ -40,7 +40,9 @@ impl Server {
         let model = self.shared.model.get().ok_or(ServerError::NoModel)?;
         check_values(model.store.table(), tensors)?;
         let layout = Arc::clone(model.store.layout());
-        replace(&self.shared, model, &self.control, |_| true, &mut |i, to| gather(&layout, tensors, i, to))?;
+        replace(&self.shared, model, &self.control, |_, _| true, &mut |i, to| {
+            gather(&layout, tensors, i, to)
+        })?;
         Ok(())
     }
 
@@ -74,8 +76,9 @@ impl Server {
     }
 }
 
-/// Replaces every value of the model, each fragment's by what `fill` writes, if it `gives_way`: nobody else replaces any
-/// from when that is asked on. Gives whether it did. Blocks; `runtime` is to wait by.
+/// Replaces every value of the model, each fragment's by what `fill` writes, if it `gives_way` by its term and version: from
+/// when that is asked on nobody else replaces any, and no push of that term is applied. Gives whether it did. Blocks;
+/// `runtime` is to wait by.
 ///
 /// # Errors
 /// [`ServerError`] if the server keeps checkpoints and has stopped; nothing has changed then.
@@ -83,19 +86,17 @@ pub(super) fn replace(
     shared: &Shared,
     model: &Model,
     runtime: &Handle,
-    gives_way: impl FnOnce(&Model) -> bool,
+    gives_way: impl Fn(u64, u64) -> bool,
     fill: &mut dyn FnMut(usize, &mut [u8]),
 ) -> Result<bool, ServerError> {
     let store = &model.store;
     let whole = model.whole.lock().unwrap_or_else(PoisonError::into_inner);
-    if !gives_way(model) {
-        return Ok(false);
-    }
     if let Some(checkpoints) = &shared.checkpoints {
-        checkpoints.reserve_term(store.term() + 1)?;
+        checkpoints.reserve_term(store.term() + 1)?; // one that nothing comes to does no harm
     }
+    let Some(load) = store.load_if(gives_way, fill) else { return Ok(false) };
     model.is_initial.store(false, Ordering::Relaxed);
-    let (term, _) = finish(runtime, store, store.load(fill));
+    let (term, _) = finish(runtime, store, load);
     drop(whole);
     tracing::info!(term, "the model's values were replaced");
     shared.members().tell_all(&Event::Term { term });
