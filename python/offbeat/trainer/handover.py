@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from offbeat.local.sums import Sums
 from offbeat.trainer.next import check_next
 from offbeat.trainer.strategies import Workshop
 
-__all__ = ["Unbrought", "first_brings", "has_first_left"]
+__all__ = ["First", "Unbrought", "first_brings", "first_goes_on"]
 
 TO_CHANGE = (
     "have the same epochs and max_steps, and call stop, set strategy, or close the trainer, after the same "
@@ -38,19 +39,26 @@ class Unbrought:
     is_due: bool = False
 
 
-def has_first_left(
-    workshop: Workshop, then: str, *, has_left: bool, pull: Callable[[], object] | None
-) -> bool:
+class First(IntEnum):
+    """What the first member goes on with, from a server, and all with it."""
+
+    NEWEST = 0  # what all have pushed
+    STALE = 1  # what it had as it left before they had
+    ITS_OWN = 2  # it never joined
+
+
+def first_goes_on(workshop: Workshop, then: str, *, has_left: bool, pull: Callable[[], bool] | None) -> First:
     """Wait until all members have pushed what they had, before they meet in a process group.
 
     Args:
         workshop: This member's.
         then: What it does next, in words.
         has_left: It has left the server already, without what others had still to push then.
-        pull: Takes the server's model: what the first one does when all have pushed, for all go on from its.
+        pull: Takes the server's model, if it is at one: what the first one does when all have pushed, for all
+            go on from its. None: it is at none any more.
 
     Returns:
-        Whether the first one has left before.
+        With what the first one goes on.
 
     Raises:
         StateError: If they do not all do the same next, or the first could not pull; its own error is raised
@@ -58,21 +66,19 @@ def has_first_left(
         ConnectionLostError: If a member is lost.
     """
     group = _group(workshop)
+
+    def taken() -> First:
+        if has_left:
+            return First.STALE
+        return First.NEWEST if pull is not None and pull() else First.ITS_OWN
+
     if group is None:
-        if pull is not None:
-            pull()
-        return False
+        return taken()
     members = Sums.among(group, of="what is next", each=TO_CHANGE)
     try:
         with members.together() as own:
             are_alike = is_alike(own, then, workshop.device)
         check_next(then, are_alike=are_alike)
-
-        def taken() -> float:
-            if pull is not None:
-                pull()
-            return float(has_left)
-
         told = _told_by_first(members, workshop, taken)
     finally:
         members.close()
@@ -81,7 +87,7 @@ def has_first_left(
             "the first member could not take what all have pushed to the server, and its own error says why: "
             "call train() again, in all members, once that is mended"
         )
-    return bool(told)
+    return First(int(told))
 
 
 def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:

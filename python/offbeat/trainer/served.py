@@ -22,6 +22,12 @@ JOIN_AGAIN = (
 )
 """What to do where the server is lost: a trainer's user has no worker."""
 
+PULL_AGAIN = (
+    ". When the server is there again, call train() in all members: this one joins it anew, and takes what "
+    "all have pushed, from which they go on"
+)
+"""What to do where it is lost as the first member takes what all have pushed."""
+
 BRING_AGAIN = (
     ". The model is what all have made, as it was: when a server is there again, call train() in all "
     "members, which brings it there"
@@ -63,7 +69,9 @@ class Served(Strategy):
         self._gathered = 0
         self._given: object = None
         self._run: str | None = None  # which it has to be; None: any
+        self._left: Left | None = None  # by the worker before
         self.worker: AsyncWorker | None = None  # from `begin` on
+        self.has_joined = False  # ever
 
     @property
     def version(self) -> int:
@@ -157,20 +165,33 @@ class Served(Strategy):
         if self.worker is not None:
             self.end_epoch()
 
-    def pull(self) -> None:
-        """Take the server's model as it is by now; what this member had is pushed."""
-        if self.worker is not None:
-            with _told_to_who_has_a_trainer():
+    def pull(self) -> bool:
+        """Take the server's model as it is by now; what this member had is pushed.
+
+        Returns:
+            Whether it has joined one, to take it from.
+
+        Raises:
+            ConnectionLostError, OffbeatError: It has left the server then, and may come to this again.
+        """
+        if self.worker is None:
+            return False
+        try:
+            with _told_to_who_has_a_trainer(PULL_AGAIN):
                 self.workshop.tally.receipts += self.worker.prepare(None)
+        except BaseException as error:
+            self.close(error)
+            raise
+        return True
 
     @property
     def left(self) -> Left | None:
-        """Where this member is, as it leaves; None before it has joined, and where nobody can tell."""
+        """Where this member is, as it leaves, or was as it left; None where it never joined."""
         worker = self.worker
         try:
-            return None if worker is None else Left(worker.run_id, worker.term, worker.version)
+            return self._left if worker is None else Left(worker.run_id, worker.term, worker.version)
         except (ClosedError, ForkedError):  # as at Python's end, when a worker has said goodbye by itself
-            return None
+            return self._left
 
     def follow(self, sync: Sync) -> None:
         """Take this worker's place with one that pushes as often as that."""
@@ -185,10 +206,11 @@ class Served(Strategy):
 
     def close(self, failure: BaseException | None = None) -> None:
         """Say goodbye, and by what."""
-        if self.worker is not None:
-            self._worker_id = self.worker.id
-            self.worker.end_by(failure)
-            self.worker = None
+        self._left, worker = self.left, self.worker
+        self.worker = None  # whatever breaks off its goodbye
+        if worker is not None:
+            self._worker_id = worker.id
+            worker.end_by(failure)
 
     @property
     def is_under_way(self) -> bool:
@@ -242,7 +264,7 @@ class Served(Strategy):
             token=places.token,
             worker_id=self._worker_id,
         )
-        self._given = given
+        self._given, self.has_joined = given, True
         if self._run not in (None, self.worker.run_id):
             found = self.worker.run_id
             self.close()

@@ -14,7 +14,7 @@ from offbeat.errors import OtherTermsError, StateError
 from offbeat.local.buffers import write
 from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
-from offbeat.trainer.handover import Unbrought, first_brings, has_first_left
+from offbeat.trainer.handover import First, Unbrought, first_brings, first_goes_on
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
@@ -50,6 +50,7 @@ class Stage:
         self._left: Left | None = None  # a server, with this
         # By `close`, without what others had still to push to a server: whether it had joined that.
         self._has_left: bool | None = None
+        self._has_told_of_budget = False
 
     def begin(self) -> None:
         """Let what is at work begin again, with the optimizer there is by now."""
@@ -93,11 +94,12 @@ class Stage:
             if strategy is not None:
                 strategy.settle(next_of(kind))
             is_from_server = isinstance(strategy, Served) or self._has_left is not None
-            if are_pushed := is_from_server and self._workshop.places.need_group([kind]):
-                self._come_from_server(kind, epoch)
+            is_there = False  # what was pushed, in what all go on from; or a warning has said that it is not
+            if is_from_server and self._workshop.places.need_group([kind]):
+                is_there = self._come_from_server(kind, epoch) != First.ITS_OWN
             if strategy is not None:
                 self._leave(strategy, is_closed=False)
-                if are_pushed:  # the first one has what all have pushed
+                if is_there:
                     self._unbrought = None
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
@@ -148,13 +150,13 @@ class Stage:
         try:
             yield
         except BaseException as failure:
-            if isinstance(
-                self.strategy, Served
-            ):  # which has taken the server's model, perhaps: it is to come anew
-                self.strategy.close(failure)
-            if before is not None:
-                for tensor, value in zip(self._tensors(), before, strict=True):
-                    write(value, tensor)
+            try:
+                if before is not None:
+                    for tensor, value in zip(self._tensors(), before, strict=True):
+                        write(value, tensor)
+            finally:  # what has taken the server's model, perhaps, is to come anew
+                if isinstance(self.strategy, Served):
+                    self.strategy.close(failure)
             raise
 
     def _begin(self, strategy: Strategy, kind: Kind, before: list[torch.Tensor] | None) -> None:
@@ -176,18 +178,37 @@ class Stage:
             if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
                 log.warn(self._lost_here(kind, unbrought))
         self._has_begun, self._unbrought, self._has_left = True, None, None
+        if isinstance(strategy, Served):
+            self._tell_of_budget(strategy)
 
-    def _come_from_server(self, kind: Kind, epoch: int) -> None:
+    def _tell_of_budget(self, strategy: Served) -> None:
+        """Warn, once, where a server ends members one by one, and a later strategy waits for all."""
+        places = self._workshop.places
+        later = [kind for epoch, kind in self.schedule.items() if epoch > self._since]
+        waits = places.share_updates(later) or (places.need_group(later) and places.average_with_others())
+        if waits and not self._has_told_of_budget and strategy.worker is not None:
+            if (most := strategy.worker.max_samples) is None:
+                return
+            self._has_told_of_budget = True
+            log.warn(
+                f"the server's max_samples is {most}, which ends each member by itself, and a later strategy "
+                f"waits for all of them: one that has ended is waited for in vain, until the process group's "
+                f"timeout. Start the server without max_samples, and end by epochs= or max_steps="
+            )
+
+    def _come_from_server(self, kind: Kind, epoch: int) -> First:
         """Let all members push what they had to a server that they leave, and go on from its model."""
         strategy = self.strategy
         pull = strategy.pull if isinstance(strategy, Served) else None
-        if has_first_left(self._workshop, next_of(kind), has_left=bool(self._has_left), pull=pull):
+        first = first_goes_on(self._workshop, next_of(kind), has_left=bool(self._has_left), pull=pull)
+        if first == First.STALE:
             log.warn(
                 f"epoch {epoch}: {_named(kind)} goes on from the model that the first member has, as it had "
                 f"pulled it when close() came: what others have pushed to the server since is not in it. "
                 f"Where the server is there, change the strategy without close() in between, within one "
                 f"train or two: members wait until all have pushed then, and go on from the server's model"
             )
+        return first
 
     def _became(self, kind: Kind) -> bool:
         """Tell whether what is at work goes on as that strategy."""
@@ -285,7 +306,7 @@ class Stage:
         if strategy is not None:
             self._leave(strategy, is_closed=True)
             if isinstance(strategy, Served):
-                self._has_left = bool(self._has_left) or strategy.worker is not None
+                self._has_left = bool(self._has_left) or strategy.has_joined
         elif self._unbrought is not None:
             self._unbrought = replace(self._unbrought, is_due=False)
         self.strategy = self._kind = None

@@ -1,5 +1,6 @@
 """`AsyncWorker`: what users hold. Its parts do the work; this file says what they promise together."""
 
+import json
 import os
 import threading
 from collections.abc import Iterable
@@ -198,6 +199,13 @@ class AsyncWorker(process.Live):
         """The model's version, as last heard; any thread may ask."""
         self._usable()
         return self._link.version
+
+    @property
+    def max_samples(self) -> int | None:
+        """The server's, after which it takes nothing from anybody; as last heard."""
+        self._usable()
+        found: int | None = json.loads(self._link.session.run)["max_samples"]
+        return found
 
     @property
     def term(self) -> int:

@@ -378,6 +378,80 @@ def test_members_of_whom_some_have_closed_the_trainer_before_they_trained_alone_
     assert "Average() goes on from the model that the first member has" in found[1][0]
 
 
+def with_budget(rank, address, strategy):
+    ours = model(seed=rank)
+    with warned() as told, member_of(ours, address, strategy) as trainer:
+        trainer.train(
+            dataloader=data_of(rank), epochs=2, optimizer=optim.SGD(lr=0.1), loss_fn=LOSS, progress=False
+        )
+    return [text for text in told if "the server's max_samples is 100000" in text]
+
+
+@pytest.mark.parametrize("then", ["average", "accumulate", "local"])
+def test_a_budget_that_ends_members_before_they_are_to_meet_is_warned_of(serve, then):
+    server = serve(model(seed=9), max_samples=100_000)
+    found = together(with_budget, 2, server.address, {0: "parameter_server", 1: then})
+    assert [len(told) for told in found] == [then != "local"] * 2
+
+
+class Stops:
+    """Stops the server as the first epoch ends, when all have pushed; another one begins with what it had."""
+
+    def __init__(self, rank, port):
+        self.is_host, self.port, self.server, self.values = rank == 0, port, None, model(seed=9).state_dict()
+
+    def start(self):
+        if self.is_host:
+            begun = model()
+            begun.load_state_dict(self.values)
+            self.server = offbeat.ParameterServer(begun, port=self.port)
+            self.server.start()
+        distributed.barrier()
+
+    def on_epoch_end(self, trainer, epoch):
+        del trainer
+        if epoch == 0:
+            distributed.barrier()
+            if self.is_host:
+                self.values = self.server.state_dict()
+                self.server.stop()
+            distributed.barrier()
+
+
+def without_its_server(rank, port):
+    """Push, and average when the server has gone; say what came of it, and of the next train."""
+    ours, said, stops = model(seed=rank), [], Stops(rank, port)
+    stops.start()
+    begins = Begins(ours)
+    live = torch.optim.SGD(ours.parameters(), lr=0.05)
+    strategy = {0: "parameter_server", 1: "average"}
+    with warned() as told, member_of(ours, f"127.0.0.1:{port}", strategy, callbacks=stops) as trainer:
+        for epochs in (2, 1):
+            try:
+                history = trainer.train(
+                    dataloader=data_of(rank), epochs=epochs, optimizer=live, loss_fn=begins, progress=False
+                )
+                said.append(history.stopped)
+            except (ConnectionLostError, StateError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+                stops.start()
+    if stops.server is not None:
+        stops.server.stop()
+    kept = [value.numpy() for value in stops.values.values()]
+    return said, begins.values[BATCHES], kept, [text for text in told if "is lost" in text]
+
+
+def test_where_the_first_cannot_take_what_all_have_pushed_all_hear_so_and_it_does_by_the_next_train():
+    found = together(without_its_server, 2, free_port())
+    pushed = found[0][2]
+    for rank, (said, begun, _, lost) in enumerate(found):
+        first = "StateError: the first member could not take what all have pushed" if rank else "ServerClosed"
+        assert said[0].startswith(first)
+        assert said[1:] == ["epochs"]
+        assert equal(begun, pushed)
+        assert lost == []
+
+
 def in_two_trains(rank, address, closing):
     """Push in one call of `train`, and average in the next; some members close the trainer in between."""
     with warned() as told, member_of(model(), address, {0: "parameter_server", 1: "average"}) as trainer:
