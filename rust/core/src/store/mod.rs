@@ -348,7 +348,9 @@ impl Store {
     /// parameters and are rejected as rolled back. Optimizer state starts anew. Resolves when the last fragment has
     /// changed; any roles that come back are to be driven like a submission's.
     pub fn load(self: &Arc<Self>, fill: &mut dyn FnMut(usize, &mut [u8])) -> Load {
-        self.load_if(|_, _| true, fill).expect("whatever it is")
+        let _in_order = self.in_order();
+        let at = raised(&mut self.registry());
+        self.load_at(at, fill)
     }
 
     /// Replaces every value as [`Self::load`] does, if the term and the version are such that they may be: from when that is
@@ -358,27 +360,31 @@ impl Store {
         may: impl FnOnce(u64, u64) -> bool,
         fill: &mut dyn FnMut(usize, &mut [u8]),
     ) -> Option<Load> {
-        self.replace_all(may, &mut |i, term| {
+        let _in_order = self.in_order();
+        let at = {
+            let mut registry = self.registry();
+            may(registry.term, registry.version).then(|| raised(&mut registry))?
+        };
+        Some(self.load_at(at, fill))
+    }
+
+    fn load_at(self: &Arc<Self>, at: (u64, u64), fill: &mut dyn FnMut(usize, &mut [u8])) -> Load {
+        self.replace_all(at, &mut |i, term| {
             filled(&self.layout, i, (term, 0), Box::default(), &self.pool, fill)
         })
     }
 
-    /// Replaces every root by those that `make` gives for a fragment and the new term, if that `may` be.
+    /// Held by whoever replaces all roots. It guards no value: a load that panicked has left the fragments it had queued.
+    fn in_order(&self) -> MutexGuard<'_, ()> {
+        self.loading.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces every root by those that `make` gives for a fragment and a new term, which began at a version.
     fn replace_all(
         self: &Arc<Self>,
-        may: impl FnOnce(u64, u64) -> bool,
+        (term, version): (u64, u64),
         make: &mut dyn FnMut(usize, u64) -> Root,
-    ) -> Option<Load> {
-        // It guards no value: a load that panicked has left the fragments it had queued.
-        let _in_order = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
-        let (term, version) = {
-            let mut registry = self.registry();
-            if !may(registry.term, registry.version) {
-                return None;
-            }
-            registry.term += 1;
-            (registry.term, registry.version)
-        };
+    ) -> Load {
         let mut root = |i: usize| make(i, term);
         let mut load = Load { version, ..Load::default() };
         if self.config.transaction == Transaction::Model {
@@ -387,7 +393,7 @@ impl Store {
             let turn = self.models.enqueue(ModelEntry::Replace { roots, done });
             load.done.push(heard);
             load.model_role = turn.then(|| ModelRole::new(Arc::clone(self)));
-            return Some(load);
+            return load;
         }
         for fragment in 0..self.cells.len() {
             let (done, heard) = oneshot::channel();
@@ -396,8 +402,14 @@ impl Store {
             // Dropping a role drains it in place: a load is rare and may take its time.
             drop(turn.then(|| self.role(fragment)));
         }
-        Some(load)
+        load
     }
+}
+
+/// Begins a new term; gives it, and the version at which it begins.
+fn raised(registry: &mut Registry) -> (u64, u64) {
+    registry.term += 1;
+    (registry.term, registry.version)
 }
 
 /// A load under way.

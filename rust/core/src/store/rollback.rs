@@ -4,7 +4,7 @@
 
 use super::root::{OptimizerState, Root};
 use super::ticket::same_rules;
-use super::{Load, Store};
+use super::{Load, Store, raised};
 use std::sync::Arc;
 
 impl Store {
@@ -23,14 +23,15 @@ impl Store {
             _ => None,
         };
         let reader = to.reader();
-        let load = self.replace_all(|_, _| true, &mut |fragment, term| {
+        let _in_order = self.in_order();
+        let at = raised(&mut self.registry());
+        self.replace_all(at, &mut |fragment, term| {
             let root = reader.root(fragment);
             let state = root.state().zip(epoch).map(|(state, epoch)| self.copied(state, epoch));
             let mut data = self.pool.take(root.held().len());
             data.bytes_mut().copy_from_slice(root.held());
             Root::new(&self.layout.fragments[fragment], (term, 0), data, state, Box::default())
-        });
-        load.expect("whatever it is")
+        })
     }
 
     fn copied(&self, state: &OptimizerState, epoch: u32) -> OptimizerState {

@@ -41,7 +41,7 @@ impl Server {
         check_values(model.store.table(), tensors)?;
         let layout = Arc::clone(model.store.layout());
         replace(&self.shared, model, &self.control, |_, _| true, &mut |i, to| {
-            gather(&layout, tensors, i, to)
+            gather(&layout, tensors, i, to);
         })?;
         Ok(())
     }
