@@ -66,14 +66,16 @@ def first_goes_on(workshop: Workshop, then: str, *, has_left: bool, pull: Callab
         ConnectionLostError: If a member is lost.
     """
     group = _group(workshop)
+    if group is None:
+        if pull is not None:
+            pull()
+        return First.NEWEST  # of those that go on together there are no others
 
     def taken() -> First:
         if has_left:
             return First.STALE
         return First.NEWEST if pull is not None and pull() else First.ITS_OWN
 
-    if group is None:
-        return taken()
     members = Sums.among(group, of="what is next", each=TO_CHANGE)
     try:
         with members.together() as own:

@@ -267,6 +267,7 @@ def test_members_bring_what_they_have_made_where_a_server_is_as_they_left_it(
         before = copy.deepcopy(server.state_dict())
         fit(trainer, None)
     assert caplog.text.count("is lost") == (not is_brought)
+    assert "is not in it" not in caplog.text
     kept = values if is_brought else before
     now = server.state_dict()
     assert all(np.allclose(now[name], kept[name], atol=1e-6) for name in kept)
