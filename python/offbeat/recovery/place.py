@@ -5,7 +5,7 @@ loader that tells its place itself, by `state_dict` and `load_state_dict`, as to
 does; and any other, which is set back to the start of the pass and read up to the place.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, cast
@@ -178,6 +178,14 @@ def warn_of_workers(keyword: str, loader: object) -> None:
         )
 
 
+FINISHED = "_iterator_finished"
+"""In a state of torchdata's StatefulDataLoader that was taken behind a pass.
+
+It makes two iterators then, and not one, as the next pass begins, each of which draws from the global random
+generator. So they are made while that is not yet what it was.
+"""
+
+
 class _Ordered:
     def __init__(self, source: Epochs, described: Described, generators: Generators) -> None:
         self.described = described
@@ -211,7 +219,10 @@ class _Stateful:
         return iter(self._source.epoch(epoch))
 
     def bring_back(self, state: Any, restore: Callable[[], None]) -> None:  # noqa: ANN401  of Data
-        self._loader.load_state_dict(state["loader"])
+        own = state["loader"]
+        self._loader.load_state_dict(own)
+        if isinstance(own, Mapping) and own.get(FINISHED):
+            iter(self._loader)
         self._generators.set(state["generators"])
         restore()
 
