@@ -113,7 +113,7 @@ class Session:
         """Bring a model; False if another worker's was there first."""
 
     def replace(self, table: str, values: Sequence[_Memory], since: tuple[int, int] | None) -> bool:
-        """Bring values for the model there is, if it is of that term and no newer than that version.
+        """Bring values for the model there is, if it is still that of that term and version.
 
         None: if nobody has trained what the server's owner gave it. False: it is another, and stays.
         """

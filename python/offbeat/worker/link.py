@@ -58,7 +58,7 @@ class Link:
         self._pull()
 
     def replace(self, since: tuple[int, int] | None) -> bool:
-        """Make the module's values the server's, if its model is no newer than (term, version); pull that.
+        """Make the module's values the server's, if its model is still that of (term, version); pull that.
 
         Args:
             since: None: if it is what the server's owner gave it, and nobody has trained it.

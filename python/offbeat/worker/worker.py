@@ -302,8 +302,8 @@ class AsyncWorker(process.Live):
         Before the first batch. The server's optimizer begins anew then.
 
         Args:
-            since: The term and version of the server's model that this one goes on from: it is to be of that
-                term still, and no newer. None: nobody is to have trained what the server's owner gave it.
+            since: The term and version of the server's model that this one goes on from: it is to be that
+                still. None: nobody is to have trained what the server's owner gave it.
 
         Returns:
             Whether it is.

@@ -87,7 +87,7 @@ fn calls() -> Vec<(&'static str, Call)> {
             Call::InitBegin {
                 table: small::table(),
                 blueprint: Some("{}".into()),
-                replaces: Some(Replaces::UpTo { term: 1, version: 1 }),
+                replaces: Some(Replaces::At { term: 1, version: 1 }),
             },
         ),
         ("init-commit", Call::InitCommit),
@@ -284,7 +284,7 @@ fn sessions() -> Vec<Seed> {
     let instead = call(&Call::InitBegin {
         table: small::table(),
         blueprint: None,
-        replaces: Some(Replaces::UpTo { term: 1, version: 0 }),
+        replaces: Some(Replaces::At { term: 1, version: 0 }),
     });
     let whole = |begin: Vec<u8>| {
         let values = (0..3).map(|index| fragment(Kind::Value, 0, index, 0));

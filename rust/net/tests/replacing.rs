@@ -25,8 +25,8 @@ fn begin(raw: &mut Raw, replaces: Replaces) -> Reply {
 }
 
 /// That of the server's first life.
-fn up_to(version: u64) -> Replaces {
-    Replaces::UpTo { term: FIRST_TERM, version }
+fn at(version: u64) -> Replaces {
+    Replaces::At { term: FIRST_TERM, version }
 }
 
 /// Sends the values of all fragments, and what ends them.
@@ -44,12 +44,12 @@ fn assert_all(server: &Server, value: f32) {
 }
 
 #[test]
-fn a_model_that_is_no_newer_gives_way_in_a_new_term() {
+fn a_model_that_is_what_it_was_gives_way_in_a_new_term() {
     for transaction in TRANSACTIONS {
         let server = start(with(transaction));
         let (mut raw, joined) = Raw::joined(&server, "a");
         let mut control = Raw::attached(&server, &joined);
-        assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
+        assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
         assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
         assert_eq!(control.event(), Event::Term { term: joined.term + 1 });
         assert_all(&server, 7.0);
@@ -62,7 +62,7 @@ fn what_was_computed_on_the_values_before_is_not_added_to_those_that_were_brough
     let mut late = Steps::of(&server, "late");
     late.push(1.0);
     let (mut raw, _) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, up_to(1)), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
     assert_eq!(status(&server)["version"], 1, "the count of updates goes on");
     assert_eq!(late.try_push(1.0).reason, Some(Reason::ServerRolledBack));
@@ -76,10 +76,19 @@ fn a_model_that_has_had_a_push_since_stays() {
     let mut other = Steps::of(&server, "other");
     other.push(1.0);
     let (mut raw, joined) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: false });
+    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: false });
     assert_eq!(status(&server)["term"], joined.term);
     other.push(1.0);
     assert_all(&server, -2.0);
+}
+
+#[test]
+fn a_model_of_an_earlier_version_is_of_another_life_and_stays() {
+    let server = start(config());
+    let (mut raw, joined) = Raw::joined(&server, "a");
+    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: false });
+    assert_eq!(status(&server)["term"], joined.term);
+    assert_all(&server, 0.0);
 }
 
 #[test]
@@ -87,7 +96,7 @@ fn a_push_that_comes_while_values_are_brought_is_not_lost_to_them() {
     let server = start(config());
     let mut other = Steps::of(&server, "other");
     let (mut raw, joined) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
     other.push(1.0);
     assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: false });
     assert_eq!(status(&server)["term"], joined.term);
@@ -99,17 +108,17 @@ fn values_of_another_model_and_what_is_not_finite_change_nothing() {
     let server = start(config());
     let (mut raw, joined) = Raw::joined(&server, "a");
     let other = TensorTable::new(vec![common::tensor("other", 3, Role::Parameter)]).unwrap();
-    raw.call(1, &Call::InitBegin { table: other, blueprint: None, replaces: Some(up_to(0)) });
+    raw.call(1, &Call::InitBegin { table: other, blueprint: None, replaces: Some(at(0)) });
     assert_eq!(raw.refused().code, RefusalCode::ModelMismatch);
     let (mut raw, _) = Raw::joined(&server, "b");
-    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
     raw.frame(Header::new(Kind::Value), &floats(FRAGMENTS[0], f32::NAN));
     assert_eq!(raw.refused().code, RefusalCode::Malformed);
     assert_eq!(status(&server)["term"], joined.term);
     assert_all(&server, 0.0);
     // Nobody else is kept from it by that.
     let (mut raw, _) = Raw::joined(&server, "c");
-    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 3.0), Reply::Init { taken: true });
     assert_all(&server, 3.0);
 }
@@ -118,7 +127,7 @@ fn values_of_another_model_and_what_is_not_finite_change_nothing() {
 fn a_server_without_a_model_takes_them_as_it_takes_any() {
     let server = Server::start(config()).unwrap();
     let (mut raw, joined) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 5.0), Reply::Init { taken: true });
     assert_eq!(status(&server)["term"], joined.term);
     assert_all(&server, 5.0);
@@ -130,7 +139,7 @@ fn a_server_that_is_killed_right_after_goes_on_with_them() {
     let server = start(place.config());
     until_the_first(&server);
     let (mut raw, _) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, up_to(0)), Reply::Init { taken: true });
+    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
     let copy = Place::new();
     common::kept::copy_files(&place.0, &copy.0);
@@ -145,10 +154,10 @@ fn a_model_of_another_term_stays_whatever_its_version() {
     own.push(1.0);
     server.load_tensors(&values(5.0)).unwrap();
     let (mut raw, _) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, up_to(1)), Reply::Init { taken: false });
+    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: false });
     assert_all(&server, 5.0);
     let (mut raw, _) = Raw::joined(&server, "b");
-    let of_now = Replaces::UpTo { term: FIRST_TERM + 1, version: 1 };
+    let of_now = Replaces::At { term: FIRST_TERM + 1, version: 1 };
     assert_eq!(begin(&mut raw, of_now), Reply::Init { taken: true });
     assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
     assert_all(&server, 7.0);
@@ -192,13 +201,13 @@ fn what_a_server_goes_on_from_is_trained() {
     let again = Server::start(place.config()).unwrap();
     let (mut raw, _) = Raw::joined(&again, "a");
     assert_eq!(begin(&mut raw, Replaces::Untrained), Reply::Init { taken: false });
-    assert_eq!(begin(&mut raw, up_to(100)), Reply::Init { taken: false });
+    assert_eq!(begin(&mut raw, at(100)), Reply::Init { taken: false });
     assert_all(&again, 0.0);
 }
 
 #[test]
 fn a_client_brings_them_and_pulls_what_it_has_brought() {
-    for (replaces, taken) in [(up_to(0), true), (Replaces::Untrained, true), (up_to(0), false)] {
+    for (replaces, taken) in [(at(0), true), (Replaces::Untrained, true), (at(0), false)] {
         let server = start(config());
         if !taken {
             Steps::of(&server, "other").push(1.0);

@@ -184,7 +184,7 @@ impl Session {
         let table: TensorTable = parse(py, "the model", table)?;
         let held = take_tensors(&values)?;
         let bytes = tensors(&held);
-        let gives_way = since.map_or(Replaces::Untrained, |(term, version)| Replaces::UpTo { term, version });
+        let gives_way = since.map_or(Replaces::Untrained, |(term, version)| Replaces::At { term, version });
         self.call(py, |client, signals| client.replace(&table, &bytes, gives_way, signals))
     }
 

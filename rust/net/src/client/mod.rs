@@ -166,8 +166,9 @@ impl Client {
 
     /// Brings values, as [`Self::init`] does, also where there is a model that is to give way: it has these values then in a
     /// new term, in which its optimizer begins anew, and pushes that were computed on the ones before are rejected. Whether it
-    /// is such a model is asked once more as the term is raised, so that no push that was applied is lost to them. Returns
-    /// whether these were taken; where a connection was lost on the way, `false` may be said of values that had been, and are
+    /// is such a model is asked once more as the term is raised, so that no push that gets its version after the one that
+    /// [`Replaces::At`] names is lost to them. One that had it, and was still arriving as that was pulled, is, where the
+    /// server's transaction is "fragment". Returns whether these were taken; where a connection was lost on the way, `false` may be said of values that had been, and are
     /// there.
     ///
     /// # Errors

@@ -106,6 +106,6 @@ pub(super) fn gives_way(model: &Model, at: (u64, u64), replaces: Option<Replaces
         None => false,
         // Relaxed: it changes under `whole`, and is asked there once more.
         Some(Replaces::Untrained) => model.is_initial.load(Ordering::Relaxed) && at.1 == 0,
-        Some(Replaces::UpTo { term, version }) => at.0 == term && at.1 <= version,
+        Some(Replaces::At { term, version }) => at == (term, version),
     }
 }

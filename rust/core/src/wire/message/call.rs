@@ -70,8 +70,8 @@ pub enum Call {
 pub enum Replaces {
     /// The one that the server's owner began with, as long as it is that.
     Untrained,
-    /// One of this term that is no newer: what was in it is in mine.
-    UpTo { term: u64, version: u64 },
+    /// The one of this term and version: what was in it is in mine.
+    At { term: u64, version: u64 },
 }
 
 /// How a worker ends.

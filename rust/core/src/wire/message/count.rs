@@ -162,7 +162,7 @@ mod tests {
             Call::InitBegin {
                 table: table.clone(),
                 blueprint: Some("x".repeat(1 << 20)),
-                replaces: Some(Replaces::UpTo { term: 1, version: 1 }),
+                replaces: Some(Replaces::At { term: 1, version: 1 }),
             },
             Call::Configure { contribution: Contribution::Gradient, optimizer: Some(optimizer) },
         ] {

@@ -178,7 +178,7 @@ mod tests {
         });
         survives(&Attach { incarnation: 1, secret: [9; 16] });
         survives(&Call::InitBegin { table: table(), blueprint: None, replaces: None });
-        for replaces in [Replaces::Untrained, Replaces::UpTo { term: 3, version: u64::MAX }] {
+        for replaces in [Replaces::Untrained, Replaces::At { term: 3, version: u64::MAX }] {
             survives(&Call::InitBegin { table: table(), blueprint: None, replaces: Some(replaces) });
         }
         survives(&Call::InitCommit);
