@@ -1,31 +1,26 @@
-"""Members that come from a parameter server to a process group, or go back to it, together."""
+"""What passes from one strategy to the next, and what the next may begin without."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import distributed
 
-from offbeat.errors import StateError
-from offbeat.local.group import check_device, is_alike, take_first
-from offbeat.local.sums import Sums
-from offbeat.trainer.next import check_next
-from offbeat.trainer.strategies import Workshop
+from offbeat import log
+from offbeat.averaging.methods import Method
+from offbeat.local.buffers import write
+from offbeat.trainer.first import First, first_brings, first_goes_on
+from offbeat.trainer.next import next_of
+from offbeat.trainer.served import Left, Served
+from offbeat.trainer.settings import Kind, shown_kind
+from offbeat.trainer.strategies import Strategy, Workshop
 
-__all__ = ["First", "Unbrought", "first_brings", "first_goes_on"]
-
-TO_CHANGE = (
-    "have the same epochs and max_steps, and call stop, set strategy, or close the trainer, after the same "
-    "batch of its own"
-)
-"""What each member is to do, where they wait for one another before they meet: a trainer has no `flush`."""
-FAILED = -1.0
+__all__ = ["Handover"]
 
 
 @dataclass(frozen=True, slots=True)
-class Unbrought:
+class _Unbrought:
     """What was trained here, which a strategy that has not begun yet may begin without.
 
     Attributes:
@@ -39,105 +34,235 @@ class Unbrought:
     is_due: bool = False
 
 
-class First(IntEnum):
-    """What the first member goes on with, from a server, and all with it."""
+_MISSING = {
+    First.STALE: (
+        "the model that the first member has, as it had pulled it when close() came: what others have pushed "
+        "to the server since is not in it. Where the server is there, change the strategy without close() in "
+        "between, within one train or two: members wait until all have pushed then, and go on from the "
+        "server's model"
+    ),
+    First.OTHERS: (
+        "what is at another server than the one that members had pushed to: what they have pushed is in that "
+        "as far as its owner gave it that, or, where it had no model, as far as the first member had pulled "
+        "it. Start a server again with its checkpoints (checkpoint_dir=), and it goes on with all of that"
+    ),
+}
+"""What is not in what all go on from, in words."""
 
-    NEWEST = 0  # what all have pushed
-    STALE = 1  # what it had as it left before they had
-    ITS_OWN = 2  # it never joined
 
+class Handover:
+    """Keeps account of what was trained while one strategy is left for another, and brings it to that.
 
-def first_goes_on(workshop: Workshop, then: str, *, has_left: bool, pull: Callable[[], bool] | None) -> First:
-    """Wait until all members have pushed what they had, before they meet in a process group.
+    A change may fail at any point, as where a server is away: the model here is what was trained then, and
+    the account says what is still to be done when the next `train` tries again, also from a state.
 
-    Args:
-        workshop: This member's.
-        then: What it does next, in words.
-        has_left: It has left the server already, without what others had still to push then.
-        pull: Takes the server's model, if it is at one: what the first one does when all have pushed, for all
-            go on from its. None: it is at none any more.
-
-    Returns:
-        With what the first one goes on.
-
-    Raises:
-        StateError: If they do not all do the same next, or the first could not pull; its own error is raised
-            there.
-        ConnectionLostError: If a member is lost.
+    Attributes:
+        has_begun: The strategy at work has, and was not only made.
+        knows_server: Strategy "parameter_server" was ever to come, as it was in all members.
     """
-    group = _group(workshop)
-    if group is None:
-        if pull is not None:
-            pull()
-        return First.NEWEST  # of those that go on together there are no others
 
-    def taken() -> First:
-        if has_left:
-            return First.STALE
-        return First.NEWEST if pull is not None and pull() else First.ITS_OWN
+    def __init__(self, workshop: Workshop) -> None:
+        """`workshop`: whose model it is."""
+        self.has_begun = self.knows_server = False
+        self._workshop = workshop
+        self._unbrought: _Unbrought | None = None  # None once a strategy has begun, for all is in that
+        self._left: Left | None = None  # the newest server, with this
+        self._has_left = False  # a server by `close`, without what others had still to push to it
 
-    members = Sums.among(group, of="what is next", each=TO_CHANGE)
-    try:
-        with members.together() as own:
-            are_alike = is_alike(own, then, workshop.device)
-        check_next(then, are_alike=are_alike)
-        told = _told_by_first(members, workshop, taken)
-    finally:
-        members.close()
-    if told == FAILED:
-        raise StateError(
-            "the first member could not take what all have pushed to the server, and its own error says why: "
-            "call train() again, in all members, once that is mended"
+    def come_from_server(self, strategy: Strategy | None, was: Kind | None, kind: Kind, epoch: int) -> bool:
+        """Where members come from a server to a process group: wait until all have pushed, and pull.
+
+        Args:
+            strategy: That is left, and has settled; None: it was left before, by `close` or by a failure.
+            was: Which it is.
+            kind: What comes next.
+            epoch: That begins with it.
+
+        Returns:
+            Whether what was pushed is in what all go on from, or a warning has said that it is not.
+
+        Raises:
+            StateError: If members do not all do the same next, or the first could not pull.
+            ConnectionLostError: If a member is lost, or the server.
+        """
+        places = self._workshop.places
+        is_from_group = strategy is not None and was is not None and places.need_group([was])
+        if is_from_group or not (self.knows_server and places.need_group([kind])):
+            return False
+
+        def take() -> First:
+            if self._has_left:
+                return First.STALE
+            if not (isinstance(strategy, Served) and strategy.pull()):
+                return First.ITS_OWN
+            return First.OTHERS if strategy.is_elsewhere else First.NEWEST
+
+        first = first_goes_on(self._workshop, next_of(kind), take)
+        if first in _MISSING:
+            log.warn(f"epoch {epoch}: {_named(kind)} goes on from {_MISSING[first]}")
+        return first != First.ITS_OWN
+
+    def leave(self, strategy: Strategy | None, kind: Kind | None, *, has_all: bool) -> None:
+        """Note what the next strategy may begin without, as one is left for it.
+
+        Args:
+            strategy: That is left, and has settled; None: it was left before.
+            kind: Which it is.
+            has_all: The next has what was trained, as `come_from_server` tells.
+        """
+        if strategy is not None:
+            self._note(strategy, kind, is_closed=False)
+        if has_all:
+            self._unbrought = None
+
+    def close(self, strategy: Strategy | None, kind: Kind | None) -> None:
+        """Note what the next strategy may begin without, where this one ends without the others.
+
+        Args:
+            strategy: That ends; None: none is at work.
+            kind: Which it is.
+        """
+        if strategy is not None:
+            if isinstance(strategy, Served):
+                self._has_left = self._has_left or self.has_begun
+            self._note(strategy, kind, is_closed=True)
+        elif self._unbrought is not None:
+            self._unbrought = replace(self._unbrought, is_due=False)
+
+    @contextmanager
+    def to(self, kind: Kind, epoch: int) -> Iterator[Callable[[Strategy], None]]:
+        """Let a strategy be made, and begin, in here; where that fails, the model is what it was.
+
+        Args:
+            kind: Which it is.
+            epoch: Since which it is to be at work.
+
+        Yields:
+            What begins it, once it is made: members of a group have the first one's values by then.
+        """
+        before, made = self._before(kind), list[Strategy]()
+
+        def begin(strategy: Strategy) -> None:
+            nonlocal before
+            made.append(strategy)
+            if before is None and self._comes_again(strategy):
+                before = self._copies()
+            self._begin(strategy, kind, epoch, before)
+
+        try:
+            yield begin
+        except BaseException as failure:
+            try:
+                if before is not None:
+                    for tensor, value in zip(self._tensors(), before, strict=True):
+                        write(value, tensor)
+            finally:  # what has taken the server's model, perhaps, is to come anew
+                for strategy in made:
+                    if isinstance(strategy, Served):
+                        strategy.close(failure)
+            raise
+
+    def state_dict(self, strategy: Strategy | None) -> dict[str, Any]:
+        """Give the account; `strategy`: at work."""
+        left = self._left_by(strategy) if self.has_begun else self._left
+        return {
+            "left": None if left is None else list(left),
+            "unbrought": None if self._unbrought is None else asdict(self._unbrought),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take it over; older states have none. None: nothing was trained, or the model is another."""
+        state = {} if state is None else state
+        unbrought = state.get("unbrought")
+        self._unbrought = None if unbrought is None else _Unbrought(**unbrought)
+        self._left, self._has_left = Left.of(state.get("left")), False
+        self.has_begun = bool(state) and unbrought is None
+
+    # ------------------------------------------------------------------ inside
+
+    def _note(self, strategy: Strategy, kind: Kind | None, *, is_closed: bool) -> None:
+        if self.has_begun:  # else the server's model came to nobody
+            self._left = self._left_by(strategy)
+        unbrought = self._unbrought
+        if self.has_begun and kind is not None:
+            if kind == "local":
+                unbrought = _Unbrought(shown_kind(kind), "alone")
+            elif self._workshop.places.need_group([kind]):
+                unbrought = _Unbrought(shown_kind(kind), "together", is_due=True)
+            else:
+                unbrought = _Unbrought(shown_kind(kind), "served")
+        if unbrought is not None and is_closed:
+            unbrought = replace(unbrought, is_due=False)  # others may not come to that any more
+        self._unbrought, self.has_begun = unbrought, False
+
+    def _begin(self, strategy: Strategy, kind: Kind, epoch: int, before: list[torch.Tensor] | None) -> None:
+        """Let what was made begin, with what is due brought to it; again, where that failed."""
+        left, is_brought = None, False
+        if isinstance(strategy, Served):
+            left = self._left_by(strategy)
+            if self._unbrought is not None and self._unbrought.is_due:
+                own = strategy
+                is_brought = first_brings(self._workshop, lambda: own.hand_over(left))
+                self._unbrought = None if is_brought else replace(self._unbrought, is_due=False)
+        strategy.begin()
+        if isinstance(strategy, Served) and left is not None and not is_brought:
+            now = strategy.left
+            strategy.is_elsewhere |= now is not None and now.run != left.run
+        if before is not None and (text := self._lost(strategy, kind, left)) is not None:
+            own_parameters = before[: len(list(self._workshop.model.parameters()))]
+            if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
+                log.warn(f"epoch {epoch}: {text}")
+        self.has_begun, self._unbrought, self._has_left = True, None, False
+
+    def _comes_again(self, strategy: Strategy) -> bool:
+        """Tell whether it is about to join a server, and members were at one before."""
+        is_to_join = isinstance(strategy, Served) and strategy.worker is None
+        return is_to_join and self._left_by(strategy) is not None
+
+    def _left_by(self, strategy: Strategy | None) -> Left | None:
+        """Tell where members are at a server, if they are, or else were as they left the newest."""
+        own = strategy.left if isinstance(strategy, Served) else None
+        return self._left if own is None else own
+
+    def _before(self, kind: Kind) -> list[torch.Tensor] | None:
+        """Give all values as another strategy has left them, which this one may begin without."""
+        if self._unbrought is None or self._unbrought.by == shown_kind(kind) or kind == "local":
+            return None
+        return self._copies()
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [tensor.detach().clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
+
+    def _lost(self, strategy: Strategy, kind: Kind, left: Left | None) -> str | None:
+        """Word that members begin with one model, which is not this one's; None: it is as it is to be."""
+        unbrought = self._unbrought
+        is_averaged = isinstance(kind, Method) and self._workshop.places.are_served
+        instead = ", or start a server without a model, which takes this one"
+        if unbrought is None or unbrought.by == shown_kind(kind):
+            if not isinstance(strategy, Served) or not strategy.is_elsewhere or left is None:
+                return None
+            return (
+                f"{_named(kind)} goes on from the model of another server than the one that was trained with "
+                f"(whose run was {left.run!r}): what was trained here is lost, unless that server was given "
+                f"it, or others have it; start a server again with its checkpoints (checkpoint_dir=){instead}"
+            )
+        if not (kind == "parameter_server" or is_averaged):
+            whose, instead = "the first member has", ""
+        else:
+            whose = "the server has"
+            if unbrought.how == "together":
+                whose += (
+                    " (it was pushed to, was given other values or was started again since these members "
+                    "left it, or trained before they came; or close() was called in between)"
+                )
+        return (
+            f"{_named(kind)} goes on from the model that {whose}, in which what was trained here without it "
+            f"is not: that is lost, unless others have it; let it come before other strategies{instead}"
         )
-    return First(int(told))
 
 
-def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:
-    """Let the first member bring to a server what all have made in a process group; the others wait for that.
-
-    Args:
-        workshop: This member's.
-        bring: Joins the server, and tells whether its model is this one now.
-
-    Returns:
-        What it told.
-
-    Raises:
-        StateError: If the first member could not; its own error is raised there.
-        ConnectionLostError: If a member is lost.
-    """
-    group = _group(workshop)
-    if group is None:
-        return bring()
-    members = Sums.among(group, of="what is brought to the server", each=TO_CHANGE)
-    try:
-        told = _told_by_first(members, workshop, bring)
-    finally:
-        members.close()
-    if told == FAILED:
-        raise StateError(
-            "the first member could not bring to the server what all have made in their process group, and "
-            "its own error says why: call train() again, in all members, once that is mended"
-        )
-    return bool(told)
-
-
-def _told_by_first(members: Sums, workshop: Workshop, act: Callable[[], float]) -> float:
-    """Give all members what comes of it in the first one; `FAILED`, where it raises there."""
-    told = torch.full([1], FAILED, device=workshop.device)
-    try:
-        if distributed.get_rank(members.group) == 0:
-            told.fill_(act())
-    finally:  # the others wait, also where it could not
-        with members.together() as own:
-            take_first(own, told)
-    return told.item()
-
-
-def _group(workshop: Workshop) -> distributed.ProcessGroup | None:
-    """Give the members that there are besides this one, with it; None: this one is alone."""
-    group = workshop.places.group_of_members()
-    if group is None or distributed.get_world_size(group) == 1:
-        return None
-    check_device(group, workshop.device)
-    return group
+def _named(kind: Kind) -> str:
+    return f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)

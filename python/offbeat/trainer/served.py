@@ -23,8 +23,9 @@ JOIN_AGAIN = (
 """What to do where the server is lost: a trainer's user has no worker."""
 
 PULL_AGAIN = (
-    ". When the server is there again, call train() in all members: this one joins it anew, and takes what "
-    "all have pushed, from which they go on"
+    ". When the server is there again, with its checkpoints, call train() in all members: this one joins it "
+    "anew, and takes what all have pushed, from which they go on; from another one, without a model, they go "
+    "on with this member's"
 )
 """What to do where it is lost as the first member takes what all have pushed."""
 
@@ -59,6 +60,10 @@ class Served(Strategy):
 
     How many is chosen when a worker is made. So where it changes the worker says goodbye and one of the same
     name takes its place, with the same model and the same live optimizer.
+
+    Attributes:
+        worker: None before `begin`, and where the server was lost or left.
+        is_elsewhere: It has joined another server than it had pushed to, and pushed nothing there.
     """
 
     version_is = "version"
@@ -71,7 +76,7 @@ class Served(Strategy):
         self._run: str | None = None  # which it has to be; None: any
         self._left: Left | None = None  # by the worker before
         self.worker: AsyncWorker | None = None  # from `begin` on
-        self.has_joined = False  # ever
+        self.is_elsewhere = False
 
     @property
     def version(self) -> int:
@@ -129,6 +134,7 @@ class Served(Strategy):
     def batch(self, batch: Batch) -> Made:
         """Hand a batch's gradients to the worker, which pushes if it is time to."""
         workshop, worker = self.workshop, self._joined
+        self.is_elsewhere = False
         optimizer = worker.optimizer
         optimizer.zero_grad()
         outputs, loss = workshop.compute(batch)
@@ -161,7 +167,7 @@ class Served(Strategy):
 
     def settle(self, then: str) -> None:
         """Push what is gathered."""
-        del then  # workers need nothing of one another
+        del then  # no worker needs others for that; those who go to a group together ask there
         if self.worker is not None:
             self.end_epoch()
 
@@ -264,7 +270,7 @@ class Served(Strategy):
             token=places.token,
             worker_id=self._worker_id,
         )
-        self._given, self.has_joined = given, True
+        self._given = given
         if self._run not in (None, self.worker.run_id):
             found = self.worker.run_id
             self.close()

@@ -1,8 +1,6 @@
 """Which strategy is at work: one at a time, each made when its turn comes."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from offbeat.errors import OtherTermsError, StateError
 from offbeat.local.buffers import write
 from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
-from offbeat.trainer.handover import First, Unbrought, first_brings, first_goes_on
+from offbeat.trainer.handover import Handover
 from offbeat.trainer.next import next_of
-from offbeat.trainer.served import Left, Served
+from offbeat.trainer.served import Served
 from offbeat.trainer.settings import Kind, Sync, Syncs, kind_at, shown_kind
 from offbeat.trainer.strategies import Averaged, Local, Strategy, Workshop
 
@@ -36,7 +34,7 @@ class Stage:
     """
 
     def __init__(self, workshop: Workshop, schedule: Mapping[int, Kind], syncs: Syncs) -> None:
-        self.schedule = schedule
+        self.schedule: Mapping[int, Kind] = {}
         self.strategy: Strategy | None = None
         self.used: list[str] = []
         self.epoch_at_work: int | None = None
@@ -45,21 +43,19 @@ class Stage:
         self._kind: Kind | None = None
         self._epoch = 0
         self._since = 0  # the epoch in which what is at work was made
-        self._has_begun = False  # it, and not only been made
-        self._unbrought: Unbrought | None = None  # as long as it has not
-        self._left: Left | None = None  # a server, with this
-        # By `close`, without what others had still to push to a server: whether it had joined that.
-        self._has_left: bool | None = None
+        self._handover = Handover(workshop)
         self._has_told_of_budget = False
+        self.follow(schedule)
 
     def begin(self) -> None:
         """Let what is at work begin again, with the optimizer there is by now."""
         self.used, self.epoch_at_work = [], None
-        if self.strategy is not None and self._kind is not None:
-            self.used.append(shown_kind(self._kind))
-            before = self._before(self._kind)
-            with self._unless_it_begins(before):
-                self._begin(self.strategy, self._kind, before)
+        strategy, kind = self.strategy, self._kind
+        if strategy is not None and kind is not None:
+            self.used.append(shown_kind(kind))
+            with self._handover.to(kind, self._since) as begin:
+                begin(strategy)
+            self._tell_of_budget()
 
     def end(self) -> None:
         """Know that no batch is trained on any more, until it begins again."""
@@ -93,24 +89,19 @@ class Stage:
         if strategy is None or kind != self._kind:
             if strategy is not None:
                 strategy.settle(next_of(kind))
-            is_from_server = isinstance(strategy, Served) or self._has_left is not None
-            is_there = False  # what was pushed, in what all go on from; or a warning has said that it is not
-            if is_from_server and self._workshop.places.need_group([kind]):
-                is_there = self._come_from_server(kind, epoch) != First.ITS_OWN
+            has_all = self._handover.come_from_server(strategy, self._kind, kind, epoch)
+            self._handover.leave(strategy, self._kind, has_all=has_all)
             if strategy is not None:
-                self._leave(strategy, is_closed=False)
-                if is_there:
-                    self._unbrought = None
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
             self._since = epoch
-            before = self._before(kind)  # members of a group begin with the first one's as soon as it is made
-            with self._unless_it_begins(before):
+            with self._handover.to(kind, epoch) as begin:
                 strategy = self.strategy = self._made_for(epoch)
                 self._kind = kind
                 self.used.append(shown_kind(kind))
-                self._begin(strategy, kind, before)
+                begin(strategy)
+            self._tell_of_budget()
         elif sync != strategy.sync:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
@@ -119,76 +110,21 @@ class Stage:
         self.epoch_at_work = epoch
         return strategy
 
-    def _leave(self, strategy: Strategy, *, is_closed: bool) -> None:
-        """Note what the next strategy may begin without, as this one is left: by `close`, or for the next."""
-        if isinstance(strategy, Served) and strategy.left is not None:
-            self._left = strategy.left
-        kind, unbrought = self._kind, self._unbrought
-        if self._has_begun and kind is not None:
-            if kind == "local":
-                unbrought = Unbrought(shown_kind(kind), "alone")
-            elif self._workshop.places.need_group([kind]):
-                unbrought = Unbrought(shown_kind(kind), "together", is_due=True)
-            else:  # whoever closes it and comes again finds there what others have made meanwhile
-                unbrought = None if is_closed else Unbrought(shown_kind(kind), "served")
-        if unbrought is not None and is_closed:
-            unbrought = replace(unbrought, is_due=False)  # others may not come to that any more
-        self._unbrought, self._has_begun = unbrought, False
+    def follow(self, schedule: Mapping[int, Kind]) -> None:
+        """Choose by that from here on."""
+        self.schedule = schedule
+        self._handover.knows_server |= "parameter_server" in schedule.values()
+        self._tell_of_budget()
 
-    def _before(self, kind: Kind) -> list[torch.Tensor] | None:
-        """Give all values as another strategy has left them, which that one may begin without."""
-        if self._unbrought is None or self._unbrought.by == shown_kind(kind) or kind == "local":
-            return None
-        return [tensor.detach().clone() for tensor in self._tensors()]
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
-
-    @contextmanager
-    def _unless_it_begins(self, before: list[torch.Tensor] | None) -> Iterator[None]:
-        """Let the model be what it was, where what begins in here fails: a later try goes on from that."""
-        try:
-            yield
-        except BaseException as failure:
-            try:
-                if before is not None:
-                    for tensor, value in zip(self._tensors(), before, strict=True):
-                        write(value, tensor)
-            finally:  # what has taken the server's model, perhaps, is to come anew
-                if isinstance(self.strategy, Served):
-                    self.strategy.close(failure)
-            raise
-
-    def _begin(self, strategy: Strategy, kind: Kind, before: list[torch.Tensor] | None) -> None:
-        """Let what was made begin; again, where that failed.
-
-        Args:
-            strategy: It.
-            kind: Which it is.
-            before: As `_before` gave it.
-        """
-        if isinstance(strategy, Served) and self._unbrought is not None and self._unbrought.is_due:
-            own, left = strategy, self._left
-            is_brought = first_brings(self._workshop, lambda: own.hand_over(left))
-            self._unbrought = None if is_brought else replace(self._unbrought, is_due=False)
-        strategy.begin()
-        unbrought = self._unbrought
-        if before is not None and unbrought is not None:
-            own_parameters = before[: len(list(self._workshop.model.parameters()))]
-            if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
-                log.warn(self._lost_here(kind, unbrought))
-        self._has_begun, self._unbrought, self._has_left = True, None, None
-        if isinstance(strategy, Served):
-            self._tell_of_budget(strategy)
-
-    def _tell_of_budget(self, strategy: Served) -> None:
-        """Warn, once, where a server ends members one by one, and a later strategy waits for all."""
-        places = self._workshop.places
-        later = [kind for epoch, kind in self.schedule.items() if epoch > self._since]
+    def _tell_of_budget(self) -> None:
+        """Warn, once, where the server ends members one by one, and a later strategy waits for all."""
+        strategy, places = self.strategy, self._workshop.places
+        if not isinstance(strategy, Served) or strategy.worker is None or self._has_told_of_budget:
+            return
+        later = [kind for epoch, kind in self.schedule.items() if epoch > self._epoch]
+        later.append(kind_at(self.schedule, self._epoch))  # as it may have been set in mid-run
         waits = places.share_updates(later) or (places.need_group(later) and places.average_with_others())
-        if waits and not self._has_told_of_budget and strategy.worker is not None:
-            if (most := strategy.worker.max_samples) is None:
-                return
+        if waits and (most := strategy.worker.max_samples) is not None:
             self._has_told_of_budget = True
             log.warn(
                 f"the server's max_samples is {most}, which ends each member by itself, and a later strategy "
@@ -196,45 +132,10 @@ class Stage:
                 f"timeout. Start the server without max_samples, and end by epochs= or max_steps="
             )
 
-    def _come_from_server(self, kind: Kind, epoch: int) -> First:
-        """Let all members push what they had to a server that they leave, and go on from its model."""
-        strategy = self.strategy
-        pull = strategy.pull if isinstance(strategy, Served) else None
-        first = first_goes_on(self._workshop, next_of(kind), has_left=bool(self._has_left), pull=pull)
-        if first == First.STALE:
-            log.warn(
-                f"epoch {epoch}: {_named(kind)} goes on from the model that the first member has, as it had "
-                f"pulled it when close() came: what others have pushed to the server since is not in it. "
-                f"Where the server is there, change the strategy without close() in between, within one "
-                f"train or two: members wait until all have pushed then, and go on from the server's model"
-            )
-        return first
-
     def _became(self, kind: Kind) -> bool:
         """Tell whether what is at work goes on as that strategy."""
         strategy = self.strategy
         return isinstance(strategy, Averaged) and isinstance(kind, Method) and strategy.become(kind)
-
-    def _is_served(self, kind: Kind) -> bool:
-        is_averaged = isinstance(kind, Method) and self._workshop.places.are_served
-        return kind == "parameter_server" or is_averaged
-
-    def _lost_here(self, kind: Kind, unbrought: Unbrought) -> str:
-        """Word that members begin with one model, which is not this one's."""
-        if not self._is_served(kind):
-            whose, instead = "the first member has", ""
-        else:
-            whose, instead = "the server has", ", or start a server without a model, which takes this one"
-            if unbrought.how == "together":
-                whose += (
-                    " (it was pushed to, was given other values or was started again since these members "
-                    "left it, or trained before they came; or close() was called in between)"
-                )
-        return (
-            f"epoch {self._since}: {_named(kind)} goes on from the model that {whose}, in which what was "
-            f"trained here without it is not: that is lost, unless others have it; let it come before other "
-            f"strategies{instead}"
-        )
 
     def state_dict(self, *, is_of_now: bool = False) -> dict[str, Any] | None:
         """Give what is at work; None before the first batch.
@@ -250,10 +151,9 @@ class Stage:
             work = strategy.state_of_now() if is_of_now else strategy.state_dict()
         return {
             "kind": shown_kind(kind),
-            "epoch": self._epoch if self._has_begun or strategy is None else self._since,
+            "epoch": self._epoch if self._handover.has_begun or strategy is None else self._since,
             "work": work,
-            "left": None if self._left is None else list(self._left),
-            "unbrought": None if self._unbrought is None else asdict(self._unbrought),
+            **self._handover.state_dict(strategy),
         }
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
@@ -280,14 +180,10 @@ class Stage:
         """Make what was at work, with what it had; it has not begun. The model stays as it is."""
         self.close()
         self.epoch_at_work = None  # it may go back to an epoch before
-        self._unbrought = self._left = self._has_left = None  # the model is a state's
+        self._handover.load_state_dict(state)
         if state is None:
             return
-        self._left = Left.of(state.get("left"))  # older states tell of none
-        if (unbrought := state.get("unbrought")) is not None:
-            self._unbrought = Unbrought(**unbrought)
-        self._has_begun = self._unbrought is None
-        tensors = self._tensors()
+        tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]
         epoch = self._epoch = state["epoch"]
         self._kind = kind_at(self.schedule, epoch)
@@ -303,12 +199,7 @@ class Stage:
     def close(self, failure: BaseException | None = None) -> None:
         """End whatever is at work, by a failure perhaps; nobody is waited for."""
         strategy = self.strategy
-        if strategy is not None:
-            self._leave(strategy, is_closed=True)
-            if isinstance(strategy, Served):
-                self._has_left = bool(self._has_left) or strategy.has_joined
-        elif self._unbrought is not None:
-            self._unbrought = replace(self._unbrought, is_due=False)
+        self._handover.close(strategy, self._kind)
         self.strategy = self._kind = None
         if strategy is not None:
             strategy.close(failure)
@@ -375,7 +266,3 @@ class Stage:
             )
         else:
             log.info(no_effect)
-
-
-def _named(kind: Kind) -> str:
-    return f'"{kind}"' if isinstance(kind, str) else shown_kind(kind)

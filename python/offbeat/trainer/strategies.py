@@ -182,7 +182,9 @@ class Strategy(ABC):
         """Tell whoever may wonder that this member gets on while it measures the model."""
 
     def settle(self, then: str) -> None:  # noqa: B027
-        """End together with the others: what is under way, or gathered, is done; all have the same model.
+        """End what is under way, or gathered: with the others, where members need one another for that.
+
+        All have the same model then; at a parameter server they have as they are handed over (`Handover`).
 
         Args:
             then: What this member does next, in words; `next.ENDS`, if it ends.

@@ -466,7 +466,7 @@ class AsyncTrainer(Driveable):
             first=self._num_finished,
         )
         refuse(faults + (trained_by.part_members(self.model) if share else []))
-        stage.schedule = schedule
+        stage.follow(schedule)
 
     @property
     def skipped_steps(self) -> int:

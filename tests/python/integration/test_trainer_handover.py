@@ -1,0 +1,302 @@
+"""Changes between a server and a process group that break off: nothing is lost in silence, nobody hangs."""
+
+import functools
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+import offbeat
+from offbeat.errors import ConfigError, ConnectError, ConnectionLostError, OffbeatError, StateError
+from offbeat.trainer import first, served
+from support.averaging import warned
+from support.group import together
+from support.ports import free_port
+from support.trainer_group import BATCHES, LOSS, Begins, data_of, member_of, model, values_of
+from support.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def fit(trainer, live, rank=0, **settings):
+    return trainer.train(
+        dataloader=data_of(rank), optimizer=live, loss_fn=LOSS, progress=False, **settings
+    ).stopped
+
+
+def tried(trainer, live, rank, *kinds):
+    """Train, and say how that ended."""
+    try:
+        return fit(trainer, live, rank)
+    except kinds as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def sgd(trained):
+    return torch.optim.SGD(trained.parameters(), lr=0.05)
+
+
+def lost(told):
+    return [text for text in told if "is lost" in text]
+
+
+def equal(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def someone_else_pushes(address):
+    with offbeat.AsyncWorker(address, model()) as worker:
+        worker.train(dataloader=data_of(7), optimizer=sgd(worker.model), loss_fn=LOSS, progress=False)
+
+
+def fails(*arguments, **settings):
+    del arguments, settings
+    raise ConnectionLostError("the server is lost")
+
+
+@pytest.mark.parametrize("strategies", [["parameter_server", "average"], ["average"]])
+def test_what_a_change_that_broke_off_has_seen_at_the_server_is_in_nobodys_model(
+    serve, monkeypatch, strategies
+):
+    server = serve(model(seed=9))
+    ours = model(seed=1)
+    live = sgd(ours)
+    with (
+        warned() as told,
+        member_of(
+            ours, server.address, {0: strategies[0], 9: "parameter_server"}, process_group=False
+        ) as trainer,
+    ):
+        for strategy in strategies:
+            trainer.strategy = strategy
+            fit(trainer, live)
+        someone_else_pushes(server.address)
+        there = [value.numpy() for value in server.state_dict().values()]
+        trainer.strategy = "parameter_server"
+        with monkeypatch.context() as patched:
+            patched.setattr(offbeat.AsyncWorker, "replace", fails)
+            assert "the server is lost" in tried(trainer, live, 0, ConnectionLostError)
+        trainer.close()
+        for strategy in ("average", "parameter_server"):
+            trainer.strategy = strategy
+            live.param_groups[0]["lr"] = 0.0
+            fit(trainer, live)
+    assert equal(there, [value.numpy() for value in server.state_dict().values()])
+    (text,) = lost(told)
+    assert '"parameter_server" goes on from the model that the server has' in text
+
+
+def never_joined(rank, address, refused):
+    """Push, where the first member never comes to that; then average."""
+    ours = model(seed=3)
+    live = sgd(ours)
+    with warned() as told, member_of(ours, address, {0: "parameter_server", 9: "average"}) as trainer:
+        if rank:
+            fit(trainer, live, rank)
+        elif refused == "train":
+            with pytest.raises(ConfigError):
+                fit(trainer, live, log_frequency=0)
+        else:
+            real, served.AsyncWorker = served.AsyncWorker, functools.partial(_raises, ConnectError)
+            with pytest.raises(ConnectError):
+                fit(trainer, live)
+            served.AsyncWorker = real
+        if refused == "join and close":
+            trainer.close()
+        own = values_of(ours)
+        trainer.strategy = "average"
+        live.param_groups[0]["lr"] = 0.0
+        ended = fit(trainer, live, rank)
+    return ended, equal(own, values_of(ours)), lost(told)
+
+
+def _raises(kind, *arguments, **settings):
+    del arguments, settings
+    raise kind("it cannot be reached")
+
+
+@pytest.mark.parametrize("refused", ["train", "join and close"])
+def test_what_others_have_pushed_without_the_first_is_lost_with_a_warning_as_all_average(serve, refused):
+    found = together(never_joined, 2, serve(model(seed=9)).address, refused)
+    assert [(ended, has_kept) for ended, has_kept, _ in found] == [("epochs", True), ("epochs", False)]
+    assert [len(told) for *_, told in found] == [0, 1]
+    assert "Average() goes on from the model that the first member has" in found[1][2][0]
+
+
+def test_what_others_have_pushed_is_in_what_all_go_on_from_where_the_first_joins_late(serve):
+    found = together(never_joined, 2, serve(model(seed=9)).address, "join")
+    assert found == [("epochs", False, []), ("epochs", True, [])]
+
+
+def not_brought(rank, address):
+    """Average, fail to bring it to a server, and average on after a `close()`."""
+    ours = model(seed=rank)
+    live = sgd(ours)
+    with member_of(ours, address, {0: "average", 1: "parameter_server"}) as trainer:
+        fit(trainer, live, rank)
+        real, offbeat.AsyncWorker.replace = offbeat.AsyncWorker.replace, fails
+        said = tried(trainer, live, rank, ConnectionLostError, StateError)
+        offbeat.AsyncWorker.replace = real
+        own = values_of(ours)
+        trainer.close()
+        trainer.strategy = "average"
+        live.param_groups[0]["lr"] = 0.0
+        with warned() as told:
+            fit(trainer, live, rank)
+    return said, equal(own, values_of(ours)), told
+
+
+def test_who_has_joined_and_brought_nothing_is_told_of_nothing_that_was_pulled(serve):
+    found = together(not_brought, 2, serve(model(seed=9)).address)
+    for said, has_kept, told in found:
+        assert said.startswith(("ConnectionLostError", "StateError"))
+        assert has_kept
+        assert not [text for text in told if "goes on from" in text]
+
+
+class Interrupted:
+    """Sends this process SIGINT as it waits for the first member, which waits until that is so."""
+
+    def __init__(self, rank, marks):
+        self.is_first, self.marks, self.real = rank == 0, marks, first.take_first
+        self.mark = marks / "interrupted"
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not self.is_first:
+            first.take_first = self.interrupting
+        return self
+
+    def __exit__(self, *exc):
+        signal.signal(signal.SIGINT, self.before)
+        first.take_first = self.real
+
+    def interrupting(self, group, tensor):
+        first.take_first = self.real
+        threading.Thread(target=self.interrupt, args=[threading.main_thread().ident]).start()
+        self.real(group, tensor)
+
+    def interrupt(self, main):
+        signal.pthread_kill(main, signal.SIGINT)
+        self.mark.touch()
+
+    def waiting(self, act):
+        def acts(*arguments):
+            wait_for(self.mark.exists, timeout_s=60)
+            return act(*arguments)
+
+        return acts
+
+
+def interrupted(rank, address, marks, strategies, which):
+    """Change the strategy in two trains, with a Ctrl-C in the second member as it waits for the first."""
+    ours = model(seed=rank)
+    live = sgd(ours)
+    real = getattr(served.Served, which)
+    with warned() as told, member_of(ours, address, dict(enumerate(strategies))) as trainer:
+        fit(trainer, live, rank)
+        with Interrupted(rank, marks) as interrupt:
+            if rank == 0:
+                setattr(served.Served, which, interrupt.waiting(real))
+            try:
+                said = [tried(trainer, live, rank, KeyboardInterrupt, OffbeatError) for _ in range(2)]
+            finally:
+                setattr(served.Served, which, real)
+        distributed.barrier()
+    return said, lost(told)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "which"),
+    [(["average", "parameter_server"], "hand_over"), (["parameter_server", "average"], "pull")],
+    ids=["to a server", "from a server"],
+)
+def test_after_a_ctrl_c_in_one_that_waits_for_the_first_all_go_on_by_the_next_train(
+    serve, tmp_path, strategies, which
+):
+    server = serve(model(seed=9))
+    found = together(interrupted, 2, server.address, tmp_path, strategies, which)
+    assert found[0][0][0].startswith("ConnectionLostError")
+    assert found[1][0][0].startswith("KeyboardInterrupt")
+    for said, told in found:
+        assert said[1] == "epochs"
+        assert told == []
+
+
+class Restarts:
+    """A server that is lost as all have pushed, and another in its place."""
+
+    def __init__(self, rank, port):
+        self.is_host, self.port, self.server = rank == 0, port, None
+        self.pushed = None
+
+    def start(self, begun):
+        if self.is_host:
+            self.server = offbeat.ParameterServer(begun, port=self.port)
+            self.server.start()
+        distributed.barrier()
+
+    def on_epoch_end(self, trainer, epoch):
+        if epoch == 0:
+            self.pushed = values_of(trainer.model)
+            distributed.barrier()
+            if self.is_host:
+                self.server.stop()
+            distributed.barrier()
+
+
+def with_another_server(rank, port, begun):
+    """Push, lose the server, and average once another is there, with a model of its own or without one."""
+    served.AsyncWorker = functools.partial(offbeat.AsyncWorker, reconnect_timeout_s=0.5)
+    restarts, ours, said = Restarts(rank, port), model(seed=rank), []
+    restarts.start(model(seed=9))
+
+    strategy, live, begins = {0: "parameter_server", 1: "average"}, sgd(ours), Begins(ours)
+    with (
+        warned() as told,
+        member_of(ours, f"127.0.0.1:{port}", strategy, callbacks=restarts) as trainer,
+    ):
+        for epochs in (2, 1):
+            try:
+                history = trainer.train(
+                    dataloader=data_of(rank), epochs=epochs, optimizer=live, loss_fn=begins, progress=False
+                )
+                said.append(history.stopped)
+            except (ConnectionLostError, StateError) as error:
+                said.append(type(error).__name__)
+                restarts.start(begun)
+    served.AsyncWorker = offbeat.AsyncWorker
+    distributed.barrier()
+    if restarts.is_host:
+        restarts.server.stop()
+    return said[-1], begins.values[BATCHES], restarts.pushed, told
+
+
+@pytest.mark.parametrize("begun", [None, model(seed=9)], ids=["no model", "a first model"])
+def test_where_another_server_is_in_the_place_of_the_lost_one_all_are_told_what_they_go_on_from(begun):
+    found = together(with_another_server, 2, free_port(), begun)
+    for ended, began, _, told in found:
+        assert ended == "epochs"
+        assert equal(began, values_of(begun) if begun else found[0][2])
+        texts = [text for text in told if "than the one that members had pushed to" in text]
+        assert [text.startswith("epoch 1: Average() goes on from") for text in texts] == [True]
+
+
+def test_who_joins_another_server_than_it_has_left_is_told_what_that_does_not_have():
+    port, ours = free_port(), model(seed=1)
+    live = sgd(ours)
+    with warned() as told, member_of(ours, f"127.0.0.1:{port}", "parameter_server") as trainer:
+        for begun in (None, None, model(seed=9)):
+            server = offbeat.ParameterServer(begun, port=port)
+            server.start()
+            begins = Begins(ours)
+            own = values_of(ours)
+            trainer.train(dataloader=data_of(0), optimizer=live, loss_fn=begins, progress=False)
+            assert equal(begins.values[0], values_of(model(seed=9)) if begun else own)
+            assert len(lost(told)) == (begun is not None)
+            trainer.close()
+            server.stop()
+    assert '"parameter_server" goes on from the model of another server than the one' in lost(told)[0]
