@@ -538,7 +538,10 @@ class Course:
         """Say that parameters are lost, and what there is to do about it here."""
         if "rollback" in self._settings.names:
             return 'parameters are not finite: no remedy but "rollback" helps'
-        start = "start again from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
+        start = (
+            "a member that averages with others goes on from their mean in the next round; else start again "
+            "from a checkpoint, as with FaultTolerantTrainer(recovery_strategy='last_good')"
+        )
         instead = 'put "rollback" on the ladder' if self._settings.can_roll_back() else start
         return f"parameters are not finite, and none of these remedies helps: {instead}"
 

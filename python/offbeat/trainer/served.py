@@ -7,7 +7,14 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from offbeat import trained_by
-from offbeat.errors import ClosedError, ConnectionLostError, ForkedError, StateError
+from offbeat.errors import (
+    ClosedError,
+    ConnectError,
+    ConnectionLostError,
+    ForkedError,
+    ServerClosedError,
+    StateError,
+)
 from offbeat.local.buffers import write
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
@@ -285,6 +292,15 @@ def _told_to_who_has_a_trainer(instead: str = JOIN_AGAIN) -> Iterator[None]:
     """Say what to do with a trainer, where a worker says what to do with it."""
     try:
         yield
+    except ServerClosedError as error:  # which says why, and not what is to be done
+        error.args = (f"{error}{instead}",)
+        raise
     except ConnectionLostError as error:
         error.args = (str(error).replace(AFTER_A_LOSS, instead),)
+        raise
+    except ConnectError as error:
+        if instead is BRING_AGAIN:
+            error.args = (
+                f"{error}{instead}. One that all had left ends after its linger, without --keep-running",
+            )
         raise

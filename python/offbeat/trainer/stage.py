@@ -44,7 +44,7 @@ class Stage:
         self._epoch = 0
         self._since = 0  # the epoch in which what is at work was made
         self._handover = Handover(workshop)
-        self._has_told_of_budget = False
+        self._has_told_of_budget = self._has_told_of_return = False
         self.follow(schedule)
 
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class Stage:
             self.used.append(shown_kind(kind))
             with self._handover.to(kind, self._since) as begin:
                 begin(strategy)
-            self._tell_of_budget()
+            self._tell_of_what_comes()
 
     def end(self) -> None:
         """Know that no batch is trained on any more, until it begins again."""
@@ -95,13 +95,19 @@ class Stage:
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
+                stays_away = kind == "local" or self._workshop.places.need_group([kind])
+                if isinstance(strategy, Served) and strategy.left is not None and stays_away:
+                    log.announce(
+                        f"epoch {epoch} leaves the server, whose model stays what it is now, in its --save "
+                        f"and its checkpoints, too: what is trained from here on is in the members' models"
+                    )
             self._since = epoch
             with self._handover.to(kind, epoch) as begin:
                 strategy = self.strategy = self._made_for(epoch)
                 self._kind = kind
                 self.used.append(shown_kind(kind))
                 begin(strategy)
-            self._tell_of_budget()
+            self._tell_of_what_comes()
         elif sync != strategy.sync:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
@@ -114,23 +120,40 @@ class Stage:
         """Choose by that from here on."""
         self.schedule = schedule
         self._handover.knows_server |= "parameter_server" in schedule.values()
-        self._tell_of_budget()
+        self._tell_of_what_comes()
 
-    def _tell_of_budget(self) -> None:
-        """Warn, once, where the server ends members one by one, and a later strategy waits for all."""
-        strategy, places = self.strategy, self._workshop.places
-        if not isinstance(strategy, Served) or strategy.worker is None or self._has_told_of_budget:
-            return
-        later = [kind for epoch, kind in self.schedule.items() if epoch > self._epoch]
-        later.append(kind_at(self.schedule, self._epoch))  # as it may have been set in mid-run
-        waits = places.share_updates(later) or (places.need_group(later) and places.average_with_others())
-        if waits and (most := strategy.worker.max_samples) is not None:
-            self._has_told_of_budget = True
-            log.warn(
-                f"the server's max_samples is {most}, which ends each member by itself, and a later strategy "
-                f"waits for all of them: one that has ended is waited for in vain, until the process group's "
-                f"timeout. Start the server without max_samples, and end by epochs= or max_steps="
+    def _tell_of_what_comes(self) -> None:
+        """Say, once, while members are at a server, what that has to be for what comes later."""
+        if isinstance(self.strategy, Served) and self.strategy.worker is not None:
+            later = {epoch: kind for epoch, kind in self.schedule.items() if epoch > self._epoch}
+            self._tell_of_return(later)
+            # Also as it may have been set in mid-run.
+            self._tell_of_budget(self.strategy, [*later.values(), kind_at(self.schedule, self._epoch)])
+
+    def _tell_of_return(self, later: Mapping[int, Kind]) -> None:
+        """Say where all leave the server and come back to it."""
+        kinds = [kind for _, kind in sorted(later.items())]
+        leaves = next((number for number, kind in enumerate(kinds) if kind != "parameter_server"), len(kinds))
+        if "parameter_server" in kinds[leaves:] and not self._has_told_of_return:
+            self._has_told_of_return = True
+            log.announce(
+                "members leave the server in mid-run, and come back to it: where all have left, it ends "
+                "after its linger (10 s), unless it was started by offbeat launch, or with --keep-running "
+                "(in Python, as long as the program goes on)"
             )
+
+    def _tell_of_budget(self, strategy: Served, later: list[Kind]) -> None:
+        """Warn, once, where the server ends members one by one, and a later strategy waits for all."""
+        places, worker = self._workshop.places, strategy.worker
+        waits = places.share_updates(later) or (places.need_group(later) and places.average_with_others())
+        if not waits or self._has_told_of_budget or worker is None or worker.max_samples is None:
+            return
+        self._has_told_of_budget = True
+        log.warn(
+            f"the server's max_samples is {worker.max_samples}, which ends each member by itself, and a "
+            f"later strategy waits for all of them: one that has ended is waited for in vain, until the "
+            f"process group's timeout. Start the server without max_samples, and end by epochs= or max_steps="
+        )
 
     def _became(self, kind: Kind) -> bool:
         """Tell whether what is at work goes on as that strategy."""
@@ -249,7 +272,7 @@ class Stage:
 
     def _tell_of_nothing_to_meet(self) -> None:
         """Say what of the frequencies has no effect as strategy "local" is about to train alone."""
-        no_effect = 'strategy "local" trains alone: the frequencies of meeting others have no effect'
+        no_effect = 'strategy "local" trains alone: the frequencies of meeting others have no effect in it'
         given, warm_up = self.syncs.given(), range(self.syncs.warm_up_epochs)
         meets_nobody = bool(warm_up) and all(kind_at(self.schedule, epoch) == "local" for epoch in warm_up)
         if given and not self.used and all(other == "local" for other in self.schedule.values()):

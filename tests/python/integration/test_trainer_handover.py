@@ -300,3 +300,47 @@ def test_who_joins_another_server_than_it_has_left_is_told_what_that_does_not_ha
             trainer.close()
             server.stop()
     assert '"parameter_server" goes on from the model of another server than the one' in lost(told)[0]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "told"),
+    [
+        (["parameter_server", "average"], ["epoch 1 leaves the server"]),
+        (["parameter_server", "local"], ["epoch 1 leaves the server"]),
+        (
+            ["parameter_server", "average", "local", "parameter_server"],
+            ["members leave the server in mid-run, and come back to it", "epoch 1 leaves the server"],
+        ),
+        (["average", "parameter_server"], []),
+    ],
+)
+def test_who_leaves_a_server_is_told_what_it_has_and_who_comes_back_that_it_has_to_be_there(
+    serve, caplog, strategies, told
+):
+    ours, places = model(), {"process_group": False}
+    with (
+        caplog.at_level("INFO", "offbeat"),
+        member_of(ours, serve(model(seed=9)).address, dict(enumerate(strategies)), **places) as trainer,
+    ):
+        fit(trainer, sgd(ours), epochs=len(strategies))
+    texts = [record.getMessage() for record in caplog.records]
+    texts = [text for text in texts if "leaves the server" in text or "leave the server" in text]
+    assert len(texts) == len(told)
+    assert all(text.startswith(begin) for text, begin in zip(texts, told, strict=True))
+
+
+def test_who_comes_back_to_a_server_that_has_ended_is_told_why_and_what_to_do(serve, monkeypatch):
+    server = serve(model(seed=9))
+    ours = model()
+    live = sgd(ours)
+    monkeypatch.setattr(served, "AsyncWorker", functools.partial(offbeat.AsyncWorker, connect_timeout_s=0.5))
+    places = {"process_group": False}
+    with member_of(ours, server.address, {0: "average", 1: "parameter_server"}, **places) as trainer:
+        fit(trainer, live)
+        own = values_of(ours)
+        server.stop()
+        said = tried(trainer, live, 0, ConnectError)
+        assert equal(own, values_of(ours))
+    assert said.startswith("ConnectError: no server at")
+    assert "when a server is there again, call train() in all members, which brings it there" in said
+    assert "One that all had left ends after its linger, without --keep-running" in said
