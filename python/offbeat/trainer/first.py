@@ -1,6 +1,7 @@
 """What the first of a group's members does for all, as they come from a parameter server or go to it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 
 import torch
@@ -28,10 +29,12 @@ class First(IntEnum):
     NEWEST = 0  # what all have pushed
     STALE = 1  # what it had as it left before they had
     ITS_OWN = 2  # it never joined
-    OTHERS = 3  # what is at another server, in the place of the one that they have pushed to
+    OTHERS = 3  # what is at another server than they have pushed to, or at an older checkpoint of it
 
 
-def first_goes_on(workshop: Workshop, then: str, take: Callable[[], First]) -> First:
+def first_goes_on(
+    workshop: Workshop, then: str, take: Callable[[], tuple[First, float]]
+) -> tuple[First, float]:
     """Wait until all members have pushed what they had to a server, if they were at one.
 
     To be called by all of them before they meet in a process group, whether this one was at a server or not,
@@ -41,10 +44,10 @@ def first_goes_on(workshop: Workshop, then: str, take: Callable[[], First]) -> F
         workshop: This member's.
         then: What it does next, in words.
         take: Takes the server's model, which the first one does when all have pushed, for all go on from its;
-            and tells what that is.
+            and tells what that is, and by a number at which server.
 
     Returns:
-        With what the first one goes on.
+        What the first one has told.
 
     Raises:
         StateError: If they do not all do the same next, or the first could not pull; its own error is raised
@@ -53,12 +56,12 @@ def first_goes_on(workshop: Workshop, then: str, take: Callable[[], First]) -> F
     """
     group = _group(workshop)
     if group is None:
-        take()
-        return First.NEWEST  # of those that go on together there are no others
-    told = _told_by_first(
+        _, run = take()
+        return First.NEWEST, run  # of those that go on together there are no others
+    what, run = _told_by_first(
         workshop, group, take, of="what is next", failed="take what all have pushed to the server", then=then
     )
-    return First(int(told))
+    return First(int(what)), run
 
 
 def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:
@@ -78,26 +81,25 @@ def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:
     group = _group(workshop)
     if group is None:
         return bring()
-    return bool(
-        _told_by_first(
-            workshop,
-            group,
-            bring,
-            of="what is brought to the server",
-            failed="bring to the server what all have made in their process group",
-        )
+    told, _ = _told_by_first(
+        workshop,
+        group,
+        lambda: (bring(), 0.0),
+        of="what is brought to the server",
+        failed="bring to the server what all have made in their process group",
     )
+    return bool(told)
 
 
 def _told_by_first(
     workshop: Workshop,
     group: distributed.ProcessGroup,
-    act: Callable[[], float],
+    act: Callable[[], tuple[float, float]],
     *,
     of: str,
     failed: str,
     then: str | None = None,
-) -> float:
+) -> tuple[float, float]:
     """Let the first member do something, for which the others wait, and tell all what comes of it.
 
     Args:
@@ -118,23 +120,30 @@ def _told_by_first(
             with members.together() as own:
                 are_alike = is_alike(own, then, workshop.device)
             check_next(then, are_alike=are_alike)
-        told = torch.full([1], FAILED, device=workshop.device)
+        told = torch.full([2], FAILED, dtype=torch.float64, device=workshop.device)
         try:
             if distributed.get_rank(members.group) == 0:
-                told.fill_(act())
-        finally:  # the others wait, also where it could not
-            with members.together() as own:
-                take_first(own, told)
-        if told != FAILED:
+                told.copy_(torch.tensor(act(), dtype=torch.float64))
+        except BaseException:
+            with suppress(ConnectionLostError):  # the others wait, if they are there; its own error says more
+                _tell(members, told)
+            raise
+        _tell(members, told)
+        if told[0] != FAILED:
             _all_have_heard(members, workshop, of)
     finally:
         members.close()
-    if told == FAILED:
+    if told[0] == FAILED:
         raise StateError(
             f"the first member could not {failed}, and its own error says why: call train() again, in all "
             f"members, once that is mended"
         )
-    return told.item()
+    return told[0].item(), told[1].item()
+
+
+def _tell(members: Sums, told: torch.Tensor) -> None:
+    with members.together() as own:
+        take_first(own, told)
 
 
 def _all_have_heard(members: Sums, workshop: Workshop, of: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from offbeat import log
 from offbeat.averaging.methods import Method
 from offbeat.local.buffers import write
+from offbeat.local.group import digest
 from offbeat.trainer.first import First, first_brings, first_goes_on
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Left, Served
@@ -42,9 +43,9 @@ _MISSING = {
         "server's model"
     ),
     First.OTHERS: (
-        "what is at another server than the one that members had pushed to: what they have pushed is in that "
-        "as far as its owner gave it that, or, where it had no model, as far as the first member had pulled "
-        "it. Start a server again with its checkpoints (checkpoint_dir=), and it goes on with all of that"
+        "what is at another server than the one that members had pushed to, or at an older checkpoint of it: "
+        "what they have pushed is in that as far as its owner, or the checkpoint, gave it that, or, where it "
+        "had no model, as far as the first member had pulled it"
     ),
 }
 """What is not in what all go on from, in words."""
@@ -90,14 +91,17 @@ class Handover:
         if is_from_group or not (self.knows_server and places.need_group([kind])):
             return False
 
-        def take() -> First:
+        def take() -> tuple[First, float]:
             if self._has_left:
-                return First.STALE
+                return First.STALE, 0.0
             if not (isinstance(strategy, Served) and strategy.pull()):
-                return First.ITS_OWN
-            return First.OTHERS if strategy.is_elsewhere else First.NEWEST
+                return First.ITS_OWN, 0.0
+            return (First.OTHERS if strategy.may_lack else First.NEWEST), _number(self._left_by(strategy))
 
-        first = first_goes_on(self._workshop, next_of(kind), take)
+        first, run = first_goes_on(self._workshop, next_of(kind), take)
+        own = self._left_by(strategy)
+        if first == First.NEWEST and own is not None and _number(own) != run:
+            first = First.OTHERS  # for this one, which has pushed elsewhere
         if first in _MISSING:
             log.warn(f"epoch {epoch}: {_named(kind)} goes on from {_MISSING[first]}")
         return first != First.ITS_OWN
@@ -162,21 +166,32 @@ class Handover:
                         strategy.close(failure)
             raise
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a change of strategy broke off, and what was trained before is in none that has begun."""
+        return not self.has_begun and self._unbrought is not None
+
     def state_dict(self, strategy: Strategy | None) -> dict[str, Any]:
         """Give the account; `strategy`: at work."""
         left = self._left_by(strategy) if self.has_begun else self._left
         return {
             "left": None if left is None else list(left),
+            "has_left": self._has_left,
+            "has_begun": self.has_begun,
             "unbrought": None if self._unbrought is None else asdict(self._unbrought),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take it over; older states have none. None: nothing was trained, or the model is another."""
-        state = {} if state is None else state
-        unbrought = state.get("unbrought")
+        """Take it over; None: of an older state, or of none, which has whatever was trained at work."""
+        state = (
+            {"left": None, "has_left": False, "has_begun": True, "unbrought": None}
+            if state is None
+            else state
+        )
+        unbrought = state["unbrought"]
         self._unbrought = None if unbrought is None else _Unbrought(**unbrought)
-        self._left, self._has_left = Left.of(state.get("left")), False
-        self.has_begun = bool(state) and unbrought is None
+        self._left, self._has_left = Left.of(state["left"]), state["has_left"]
+        self.has_begun = state["has_begun"]
 
     # ------------------------------------------------------------------ inside
 
@@ -199,15 +214,17 @@ class Handover:
         """Let what was made begin, with what is due brought to it; again, where that failed."""
         left, is_brought = None, False
         if isinstance(strategy, Served):
-            left = self._left_by(strategy)
+            left = (
+                self._left_by(strategy) if self.has_begun else self._left
+            )  # where it has only joined is no model's
             if self._unbrought is not None and self._unbrought.is_due:
-                own = strategy
-                is_brought = first_brings(self._workshop, lambda: own.hand_over(left))
+                own, values = strategy, self._copies() if before is None else before
+                is_brought = first_brings(self._workshop, lambda: own.hand_over(left, values))
                 self._unbrought = None if is_brought else replace(self._unbrought, is_due=False)
         strategy.begin()
         if isinstance(strategy, Served) and left is not None and not is_brought:
             now = strategy.left
-            strategy.is_elsewhere |= now is not None and now.run != left.run
+            strategy.may_lack |= now is not None and (now.run != left.run or now.version < left.version)
         if before is not None and (text := self._lost(strategy, kind, left)) is not None:
             own_parameters = before[: len(list(self._workshop.model.parameters()))]
             if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
@@ -242,12 +259,13 @@ class Handover:
         is_averaged = isinstance(kind, Method) and self._workshop.places.are_served
         instead = ", or start a server without a model, which takes this one"
         if unbrought is None or unbrought.by == shown_kind(kind):
-            if not isinstance(strategy, Served) or not strategy.is_elsewhere or left is None:
+            if not isinstance(strategy, Served) or not strategy.may_lack or left is None:
                 return None
             return (
                 f"{_named(kind)} goes on from the model of another server than the one that was trained with "
-                f"(whose run was {left.run!r}): what was trained here is lost, unless that server was given "
-                f"it, or others have it; start a server again with its checkpoints (checkpoint_dir=){instead}"
+                f"(whose run was {left.run!r}), or of an older checkpoint of it: what was trained here is "
+                f"lost, unless that server was given it, or others have it; start a server again with its "
+                f"newest checkpoint{instead}"
             )
         if not (kind == "parameter_server" or is_averaged):
             whose, instead = "the first member has", ""
@@ -262,6 +280,11 @@ class Handover:
             f"{_named(kind)} goes on from the model that {whose}, in which what was trained here without it "
             f"is not: that is lost, unless others have it; let it come before other strategies{instead}"
         )
+
+
+def _number(left: Left | None) -> float:
+    """Give a number that tells servers apart."""
+    return 0.0 if left is None else digest(left.run)
 
 
 def _named(kind: Kind) -> str:

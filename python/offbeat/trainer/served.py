@@ -1,6 +1,6 @@
 """Training against a parameter server."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -70,7 +70,8 @@ class Served(Strategy):
 
     Attributes:
         worker: None before `begin`, and where the server was lost or left.
-        is_elsewhere: It has joined another server than it had pushed to, and pushed nothing there.
+        may_lack: It has joined another server than it had pushed to, or an older checkpoint of it, and pushed
+            nothing there.
     """
 
     version_is = "version"
@@ -83,7 +84,7 @@ class Served(Strategy):
         self._run: str | None = None  # which it has to be; None: any
         self._left: Left | None = None  # by the worker before
         self.worker: AsyncWorker | None = None  # from `begin` on
-        self.is_elsewhere = False
+        self.may_lack = False
 
     @property
     def version(self) -> int:
@@ -103,12 +104,13 @@ class Served(Strategy):
             self._leave()
             self._join()
 
-    def hand_over(self, left: Left | None) -> bool:
+    def hand_over(self, left: Left | None, own: Sequence[torch.Tensor]) -> bool:
         """Join, and make the model here the server's, if nothing that others have trained is lost by that.
 
         Args:
             left: Where members were at a server before; None: they never were at one. In the place of a
                 model in whose run they were not, it is put if nobody has trained that.
+            own: Copies of that model's parameters and buffers.
 
         Returns:
             Whether it is; else it is the server's here.
@@ -118,7 +120,6 @@ class Served(Strategy):
         """
         model = self.workshop.model
         tensors = [*model.parameters(), *model.buffers()]
-        own = [tensor.detach().clone() for tensor in tensors]
 
         def is_own() -> bool:
             return all(map(torch.equal, tensors, own))
@@ -141,7 +142,7 @@ class Served(Strategy):
     def batch(self, batch: Batch) -> Made:
         """Hand a batch's gradients to the worker, which pushes if it is time to."""
         workshop, worker = self.workshop, self._joined
-        self.is_elsewhere = False
+        self.may_lack = False
         optimizer = worker.optimizer
         optimizer.zero_grad()
         outputs, loss = workshop.compute(batch)
@@ -207,15 +208,12 @@ class Served(Strategy):
             return self._left
 
     def follow(self, sync: Sync) -> None:
-        """Take this worker's place with one that pushes as often as that."""
+        """Leave for a worker that pushes as often as that, which takes this one's place in `begin`."""
         if sync.every == self.sync.every:
             super().follow(sync)
             return
-        is_joined = self.worker is not None
         self._leave()
         super().follow(sync)
-        if is_joined:
-            self._join()
 
     def close(self, failure: BaseException | None = None) -> None:
         """Say goodbye, and by what."""

@@ -51,11 +51,16 @@ class Stage:
         """Let what is at work begin again, with the optimizer there is by now."""
         self.used, self.epoch_at_work = [], None
         strategy, kind = self.strategy, self._kind
-        if strategy is not None and kind is not None:
-            self.used.append(shown_kind(kind))
-            with self._handover.to(kind, self._since) as begin:
-                begin(strategy)
-            self._tell_of_what_comes()
+        if strategy is None or kind is None:
+            return
+        if self._handover.is_unfinished and kind != kind_at(self.schedule, self._since):
+            self.strategy = self._kind = None  # the change to it broke off, and is not wanted any more
+            strategy.close()
+            return
+        self.used.append(shown_kind(kind))
+        with self._handover.to(kind, self._since) as begin:
+            begin(strategy)
+        self._tell_of_what_comes()
 
     def end(self) -> None:
         """Know that no batch is trained on any more, until it begins again."""
@@ -112,6 +117,9 @@ class Stage:
             if strategy.meets_others:
                 log.info("epoch %d: members meet every %d batches from here on", epoch, sync.every)
             strategy.follow(sync)
+            if isinstance(strategy, Served):
+                with self._handover.to(kind, epoch) as begin:
+                    begin(strategy)
         self._epoch = epoch  # not before: where the others were lost on the way, this is in the epoch before
         self.epoch_at_work = epoch
         return strategy
@@ -125,10 +133,11 @@ class Stage:
     def _tell_of_what_comes(self) -> None:
         """Say, once, while members are at a server, what that has to be for what comes later."""
         if isinstance(self.strategy, Served) and self.strategy.worker is not None:
-            later = {epoch: kind for epoch, kind in self.schedule.items() if epoch > self._epoch}
+            now = max(self._epoch, self._since)
+            later = {epoch: kind for epoch, kind in self.schedule.items() if epoch > now}
             self._tell_of_return(later)
             # Also as it may have been set in mid-run.
-            self._tell_of_budget(self.strategy, [*later.values(), kind_at(self.schedule, self._epoch)])
+            self._tell_of_budget(self.strategy, [*later.values(), kind_at(self.schedule, now)])
 
     def _tell_of_return(self, later: Mapping[int, Kind]) -> None:
         """Say where all leave the server and come back to it."""
@@ -176,8 +185,11 @@ class Stage:
             "kind": shown_kind(kind),
             "epoch": self._epoch if self._handover.has_begun or strategy is None else self._since,
             "work": work,
-            **self._handover.state_dict(strategy),
         }
+
+    def account(self) -> dict[str, Any]:
+        """Give what the next strategy may begin without, also where nothing is at work."""
+        return self._handover.state_dict(self.strategy)
 
     def differences(self, state: dict[str, Any] | None) -> list[str]:
         """Word why a state does not fit."""
@@ -199,11 +211,16 @@ class Stage:
         other = other_shape(named, kept)
         return [] if other is None else [f"the model is not the one of the state: {other}"]
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Make what was at work, with what it had; it has not begun. The model stays as it is."""
+    def load_state_dict(self, state: dict[str, Any] | None, account: dict[str, Any] | None = None) -> None:
+        """Make what was at work, with what it had; it has not begun. The model stays as it is.
+
+        Args:
+            state: As `state_dict` gave it.
+            account: As `account` gave it then; older states have none.
+        """
         self.close()
         self.epoch_at_work = None  # it may go back to an epoch before
-        self._handover.load_state_dict(state)
+        self._handover.load_state_dict(account)
         if state is None:
             return
         tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]

@@ -559,6 +559,7 @@ class AsyncTrainer(Driveable):
             "steps": self._workshop.tally.steps,
             "skipped": self._workshop.tally.skipped,
             "stage": stage,
+            "handover": self._stage.account(),
             **state_told(self._optimizer),
             "scheduler": None if scheduled is None else scheduled[1].state_dict(),
             "classes": self.classes,
@@ -605,7 +606,7 @@ class AsyncTrainer(Driveable):
             refuse(faults)
             goes_by = None if scheduled is None else scheduled[1]
             with self._at_work(live), as_it_was_after_failure(goes_by):
-                self._stage.load_state_dict(state["stage"])
+                self._stage.load_state_dict(state["stage"], state.get("handover"))
                 if live is not None and state["optimizer"] is not None:
                     bring_back_told(chosen, state, is_new=is_new)
                 if scheduled is not None and state["scheduler"] is not None:

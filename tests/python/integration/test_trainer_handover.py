@@ -1,6 +1,7 @@
 """Changes between a server and a process group that break off: nothing is lost in silence, nobody hangs."""
 
 import functools
+import shutil
 import signal
 import threading
 
@@ -57,9 +58,10 @@ def fails(*arguments, **settings):
     raise ConnectionLostError("the server is lost")
 
 
+@pytest.mark.parametrize("then", ["again", "average on", "close and average"])
 @pytest.mark.parametrize("strategies", [["parameter_server", "average"], ["average"]])
 def test_what_a_change_that_broke_off_has_seen_at_the_server_is_in_nobodys_model(
-    serve, monkeypatch, strategies
+    serve, monkeypatch, strategies, then
 ):
     server = serve(model(seed=9))
     ours = model(seed=1)
@@ -79,10 +81,12 @@ def test_what_a_change_that_broke_off_has_seen_at_the_server_is_in_nobodys_model
         with monkeypatch.context() as patched:
             patched.setattr(offbeat.AsyncWorker, "replace", fails)
             assert "the server is lost" in tried(trainer, live, 0, ConnectionLostError)
-        trainer.close()
+        if then.startswith("close"):
+            trainer.close()
+        live.param_groups[0]["lr"] = 0.0
         for strategy in ("average", "parameter_server"):
-            trainer.strategy = strategy
-            live.param_groups[0]["lr"] = 0.0
+            if then != "again":
+                trainer.strategy = strategy
             fit(trainer, live)
     assert equal(there, [value.numpy() for value in server.state_dict().values()])
     (text,) = lost(told)
@@ -300,6 +304,115 @@ def test_who_joins_another_server_than_it_has_left_is_told_what_that_does_not_ha
             trainer.close()
             server.stop()
     assert '"parameter_server" goes on from the model of another server than the one' in lost(told)[0]
+
+
+def test_members_that_cannot_bring_it_go_on_as_before_where_they_are_set_to(serve, monkeypatch):
+    server = serve(model(seed=9))
+    ours = model(seed=1)
+    live = sgd(ours)
+    places = {"process_group": False}
+    with (
+        warned() as told,
+        member_of(ours, server.address, {0: "average", 1: "parameter_server"}, **places) as trainer,
+    ):
+        fit(trainer, live)
+        with monkeypatch.context() as patched:
+            patched.setattr(served, "AsyncWorker", functools.partial(_raises, ConnectError))
+            assert tried(trainer, live, 0, ConnectError).startswith("ConnectError")
+            trainer.strategy = "average"
+            assert fit(trainer, live) == "epochs"
+        trainer.strategy = "parameter_server"
+        live.param_groups[0]["lr"] = 0.0
+        own = values_of(ours)
+        fit(trainer, live)
+    assert equal(own, [value.numpy() for value in server.state_dict().values()])
+    assert lost(told) == []
+
+
+def test_a_worker_that_pushes_as_often_as_another_epoch_says_joins_no_other_server_in_silence():
+    port, ours = free_port(), model(seed=1)
+    live = sgd(ours)
+    with (
+        warned() as told,
+        member_of(ours, f"127.0.0.1:{port}", "parameter_server", warm_up_epochs=1) as trainer,
+    ):
+        for num_told in range(2):
+            server = offbeat.ParameterServer(model(seed=9), port=port)
+            server.start()
+            fit(trainer, live)
+            assert len(lost(told)) == num_told
+            server.stop()
+
+
+@pytest.mark.parametrize("first", ["average", "local"])
+def test_a_state_of_after_a_close_knows_what_a_server_does_not_have(serve, first):
+    ours = model(seed=1)
+    server = serve(model(seed=9))
+    someone_else_pushes(server.address)
+    strategy, places = {0: first, 1: "parameter_server"}, {"process_group": False}
+    with member_of(ours, server.address, strategy, **places) as trainer:
+        fit(trainer, sgd(ours))
+    state = trainer.state_dict()
+    assert state["stage"] is None
+    with warned() as told, member_of(ours, server.address, strategy, **places) as trainer:
+        live = sgd(ours)
+        trainer.load_state_dict(state, optimizer=live)
+        fit(trainer, live)
+    assert len(lost(told)) == 1
+
+
+def test_a_server_that_has_gone_back_to_an_older_checkpoint_is_told_of(tmp_path):
+    port, ours, told_of = free_port(), model(seed=1), []
+    live, killed = sgd(ours), tmp_path / "killed"
+
+    def start(kept):
+        server = offbeat.ParameterServer(
+            model(seed=9), port=port, checkpoint_dir=kept, checkpoint_frequency="1h"
+        )
+        server.start()
+        return server
+
+    for folder in (tmp_path / "kept", killed):
+        with warned() as told, member_of(ours, f"127.0.0.1:{port}", "parameter_server") as trainer:
+            server = start(tmp_path / "kept")
+            fit(trainer, live)
+            trainer.close()
+            server.stop()
+            if folder != killed:
+                shutil.copytree(folder, killed)
+                server = start(folder)
+                fit(trainer, live)
+                trainer.close()
+                server.stop()
+            live.param_groups[0]["lr"] = 0.0
+            server = start(folder)
+            fit(trainer, live)
+            server.stop()
+        told_of.append(len(lost(told)))
+    assert told_of == [0, 1]
+
+
+def pushed_elsewhere(rank, ports):
+    """Push to a server, of which the first goes on at another; then average."""
+    ours = model(seed=rank)
+    live = sgd(ours)
+    servers = [offbeat.ParameterServer(model(seed=9), port=port) for port in ports] if rank == 0 else []
+    for server in servers:
+        server.start()
+    distributed.barrier()
+    address, strategy = f"127.0.0.1:{ports[rank]}", {0: "parameter_server", 1: "average"}
+    with warned() as told, member_of(ours, address, strategy) as trainer:
+        fit(trainer, live, rank)
+        fit(trainer, live, rank)
+    distributed.barrier()
+    for server in servers:
+        server.stop()
+    return [text for text in told if "than the one that members had pushed to" in text]
+
+
+def test_who_has_pushed_to_another_server_than_the_first_takes_from_is_told_of_it():
+    found = together(pushed_elsewhere, 2, [free_port(), free_port()])
+    assert [len(told) for told in found] == [0, 1]
 
 
 @pytest.mark.parametrize(

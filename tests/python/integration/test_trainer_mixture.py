@@ -361,6 +361,11 @@ def test_a_budget_that_ends_members_before_they_are_to_meet_is_warned_of(serve, 
     assert [len(told) for told in found] == [then != "local"] * 2
 
 
+def test_a_budget_is_nothing_to_members_that_have_met_before(serve):
+    server = serve(model(seed=9), max_samples=100_000)
+    assert together(with_budget, 2, server.address, {0: "average", 1: "parameter_server"}) == [[], []]
+
+
 @pytest.mark.parametrize("then", ["average", "accumulate", "local"])
 def test_a_budget_is_warned_of_where_members_are_told_in_mid_run_that_they_are_to_meet(serve, then):
     server = serve(model(seed=9), max_samples=100_000)

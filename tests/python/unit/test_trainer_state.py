@@ -112,8 +112,8 @@ class Around(torch.optim.Optimizer):
 @pytest.mark.parametrize("given", [optim.SGD(lr=0.1, momentum=0.9), Around])
 @pytest.mark.parametrize("error", [StateError, RuntimeError, KeyboardInterrupt])
 def test_what_breaks_off_while_a_state_is_taken_up_leaves_the_optimizer_as_it_was(error, given, monkeypatch):
-    def broken(stage, state):
-        del state
+    def broken(stage, state, account):
+        del state, account
         stage._workshop.live.state.clear()  # as where members of a group accumulate
         raise error
 
@@ -333,4 +333,4 @@ def test_a_state_of_before_tells_of_no_model_and_is_taken():
 
 def test_every_state_has_what_is_looked_for():
     state = offbeat.AsyncTrainer(model(), strategy="local").state_dict()
-    assert set(state) == {*KEYS, "classes", "settings", "dtypes"}  # older ones lack these
+    assert set(state) == {*KEYS, "classes", "settings", "dtypes", "handover"}  # older ones lack these
