@@ -103,10 +103,8 @@ class Meeting:
                 faults.catch(lambda: method.check_for(place.world_size))
         else:
             if self.is_asynchronous:
-                faults.append(
-                    f"asynchronous is True and communication_backend {self.backend!r}: give "
-                    f"server_address, or take 'tcp'"
-                )
+                remedy = "give server_address, or take 'tcp'" if self.address is None else "take 'tcp'"
+                faults.append(f"asynchronous is True and communication_backend {self.backend!r}: {remedy}")
             given = {"server_address": self.address, "token": self.token}
             if names := " and ".join(name for name, value in given.items() if value is not None):
                 remedy = "give server_address, or take 'tcp'" if self.backend is None else "take 'tcp'"

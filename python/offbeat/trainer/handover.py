@@ -100,7 +100,7 @@ class Handover:
 
         first, run = first_goes_on(self._workshop, next_of(kind), take)
         own = self._left_by(strategy)
-        if first == First.NEWEST and own is not None and _number(own) != run:
+        if first == First.NEWEST and run and own is not None and _number(own) != run:
             first = First.OTHERS  # for this one, which has pushed elsewhere
         if first in _MISSING:
             log.warn(f"epoch {epoch}: {_named(kind)} goes on from {_MISSING[first]}")
@@ -182,12 +182,9 @@ class Handover:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take it over; None: of an older state, or of none, which has whatever was trained at work."""
-        state = (
-            {"left": None, "has_left": False, "has_begun": True, "unbrought": None}
-            if state is None
-            else state
-        )
+        """Take it over; None: of an older state, in which whatever was at work had begun."""
+        if state is None:
+            state = {"left": None, "has_left": False, "has_begun": True, "unbrought": None}
         unbrought = state["unbrought"]
         self._unbrought = None if unbrought is None else _Unbrought(**unbrought)
         self._left, self._has_left = Left.of(state["left"]), state["has_left"]
@@ -221,6 +218,7 @@ class Handover:
                 own, values = strategy, self._copies() if before is None else before
                 is_brought = first_brings(self._workshop, lambda: own.hand_over(left, values))
                 self._unbrought = None if is_brought else replace(self._unbrought, is_due=False)
+                self._left = None if is_brought else self._left  # what was there before is of no account now
         strategy.begin()
         if isinstance(strategy, Served) and left is not None and not is_brought:
             now = strategy.left

@@ -277,8 +277,9 @@ class Served(Strategy):
         )
         self._given = given
         if self._run not in (None, self.worker.run_id):
-            found = self.worker.run_id
+            found, left = self.worker.run_id, self._left
             self.close()
+            self._left = left  # that server's model is nobody's here
             raise StateError(
                 f"the server's run is {found!r}, and the state's was {self._run!r}, whose model this server "
                 f"does not have: start it with the checkpoints of that run (checkpoint_dir=), or begin anew"

@@ -8,7 +8,7 @@ import torch
 from offbeat import log
 from offbeat.averaging.loaded import GONE_ON
 from offbeat.averaging.methods import Method
-from offbeat.errors import OtherTermsError, StateError
+from offbeat.errors import OffbeatError, OtherTermsError, StateError
 from offbeat.local.buffers import write
 from offbeat.local.parameters import each_once, other_shape
 from offbeat.trainer.accumulated import Accumulated
@@ -58,8 +58,15 @@ class Stage:
             strategy.close()
             return
         self.used.append(shown_kind(kind))
-        with self._handover.to(kind, self._since) as begin:
-            begin(strategy)
+        try:
+            with self._handover.to(kind, self._since) as begin:
+                begin(strategy)
+        except OffbeatError as error:
+            if self._handover.has_begun or kind == kind_at(self.schedule, self._since):
+                raise
+            log.info("strategy %s could not begin, and is not wanted any more: %s", shown_kind(kind), error)
+            self.strategy = self._kind = None  # closed by now
+            self.used = []
         self._tell_of_what_comes()
 
     def end(self) -> None:
@@ -222,6 +229,7 @@ class Stage:
         self.epoch_at_work = None  # it may go back to an epoch before
         self._handover.load_state_dict(account)
         if state is None:
+            self._handover.has_begun = False
             return
         tensors = [*self._workshop.model.parameters(), *self._workshop.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]

@@ -306,6 +306,76 @@ def test_who_joins_another_server_than_it_has_left_is_told_what_that_does_not_ha
     assert '"parameter_server" goes on from the model of another server than the one' in lost(told)[0]
 
 
+def cannot_join(rank, address, strategies):
+    """Come to a server at which the second cannot join; go on by averaging."""
+    ours = model(seed=rank)
+    live = sgd(ours)
+    with warned() as told, member_of(ours, address, dict(enumerate(strategies))) as trainer:
+        for _ in strategies[1:]:
+            fit(trainer, live, rank)
+        real = served.AsyncWorker
+        if rank:
+            served.AsyncWorker = functools.partial(_raises, ConnectError)
+        said = [tried(trainer, live, rank, ConnectError)]
+        trainer.strategy = "average"
+        said.append(tried(trainer, live, rank, ConnectError))
+        served.AsyncWorker = real
+    return said, [text for text in told if "than the one" in text]
+
+
+@pytest.mark.parametrize("strategies", [["parameter_server"], ["average", "parameter_server"]])
+def test_who_could_not_join_a_server_goes_on_with_the_others_where_that_is_not_wanted_any_more(
+    serve, strategies
+):
+    found = together(cannot_join, 2, serve(model(seed=9)).address, strategies)
+    assert found[0] == (["epochs", "epochs"], [])
+    assert found[1] == (["ConnectError: it cannot be reached", "epochs"], [])
+
+
+@pytest.mark.parametrize(
+    "strategies", [["parameter_server", "local", "average"], ["parameter_server", None, "average"]]
+)
+def test_who_is_alone_at_a_server_and_then_averages_is_warned_of_nothing(serve, strategies):
+    ours = model()
+    live = sgd(ours)
+    address, places = serve(model(seed=9)).address, {"process_group": False}
+    with (
+        warned() as told,
+        member_of(ours, address, {0: "parameter_server", 9: "average"}, **places) as trainer,
+    ):
+        for strategy in strategies:
+            if strategy is None:
+                trainer.close()
+            else:
+                trainer.strategy = strategy
+                fit(trainer, live)
+    assert [text for text in told if "goes on from" in text] == []
+
+
+def test_a_server_that_a_state_refuses_is_none_that_was_trained_with():
+    port, ours = free_port(), model(seed=1)
+    address, live = f"127.0.0.1:{port}", sgd(ours)
+    server = offbeat.ParameterServer(model(seed=9), port=port)
+    server.start()
+    with member_of(ours, address, "parameter_server") as trainer:
+        fit(trainer, live)
+        state = trainer.state_dict()
+    server.stop()
+    own = values_of(ours)
+    server = offbeat.ParameterServer(model(seed=8), port=port)
+    server.start()
+    with warned() as told, member_of(ours, address, "parameter_server") as trainer:
+        live = sgd(ours)
+        trainer.load_state_dict(state, optimizer=live)
+        assert "the state's was" in tried(trainer, live, 0, StateError)
+        assert trainer.state_dict()["handover"] == state["handover"]
+        trainer.close()
+        fit(trainer, live)
+    server.stop()
+    assert not equal(own, values_of(ours))
+    assert len(lost(told)) == 1
+
+
 def test_members_that_cannot_bring_it_go_on_as_before_where_they_are_set_to(serve, monkeypatch):
     server = serve(model(seed=9))
     ours = model(seed=1)
