@@ -173,7 +173,7 @@ class Handover:
 
     def state_dict(self, strategy: Strategy | None) -> dict[str, Any]:
         """Give the account; `strategy`: at work."""
-        left = self._left_by(strategy) if self.has_begun else self._left
+        left = self._left_by(strategy)
         return {
             "left": None if left is None else list(left),
             "has_left": self._has_left,
@@ -193,8 +193,7 @@ class Handover:
     # ------------------------------------------------------------------ inside
 
     def _note(self, strategy: Strategy, kind: Kind | None, *, is_closed: bool) -> None:
-        if self.has_begun:  # else the server's model came to nobody
-            self._left = self._left_by(strategy)
+        self._left = self._left_by(strategy)
         unbrought = self._unbrought
         if self.has_begun and kind is not None:
             if kind == "local":
@@ -211,9 +210,7 @@ class Handover:
         """Let what was made begin, with what is due brought to it; again, where that failed."""
         left, is_brought = None, False
         if isinstance(strategy, Served):
-            left = (
-                self._left_by(strategy) if self.has_begun else self._left
-            )  # where it has only joined is no model's
+            left = self._left_by(strategy)
             if self._unbrought is not None and self._unbrought.is_due:
                 own, values = strategy, self._copies() if before is None else before
                 is_brought = first_brings(self._workshop, lambda: own.hand_over(left, values))
@@ -235,8 +232,11 @@ class Handover:
         return is_to_join and self._left_by(strategy) is not None
 
     def _left_by(self, strategy: Strategy | None) -> Left | None:
-        """Tell where members are at a server, if they are, or else were as they left the newest."""
-        own = strategy.left if isinstance(strategy, Served) else None
+        """Tell where members are at a server, if they are, or else were as they left the newest.
+
+        Where what is at work could not begin, it may have joined one all the same, whose model is nobody's.
+        """
+        own = strategy.left if self.has_begun and isinstance(strategy, Served) else None
         return self._left if own is None else own
 
     def _before(self, kind: Kind) -> list[torch.Tensor] | None:
