@@ -126,9 +126,9 @@ class Handover:
             strategy: That ends; None: none is at work.
             kind: Which it is.
         """
-        if strategy is not None:
-            if isinstance(strategy, Served):
-                self._has_left = self._has_left or self.has_begun
+        if isinstance(strategy, Served):
+            self._has_left = self._has_left or self.has_begun
+        if strategy is not None or self.has_begun:  # what a state has may not be made again, and was trained
             self._note(strategy, kind, is_closed=True)
         elif self._unbrought is not None:
             self._unbrought = replace(self._unbrought, is_due=False)
@@ -192,7 +192,7 @@ class Handover:
 
     # ------------------------------------------------------------------ inside
 
-    def _note(self, strategy: Strategy, kind: Kind | None, *, is_closed: bool) -> None:
+    def _note(self, strategy: Strategy | None, kind: Kind | None, *, is_closed: bool) -> None:
         self._left = self._left_by(strategy)
         unbrought = self._unbrought
         if self.has_begun and kind is not None:
@@ -228,7 +228,7 @@ class Handover:
 
     def _comes_again(self, strategy: Strategy) -> bool:
         """Tell whether it is about to join a server, and members were at one before."""
-        is_to_join = isinstance(strategy, Served) and strategy.worker is None
+        is_to_join = isinstance(strategy, Served) and strategy.is_to_join
         return is_to_join and self._left_by(strategy) is not None
 
     def _left_by(self, strategy: Strategy | None) -> Left | None:

@@ -16,6 +16,7 @@ from offbeat.errors import (
     StateError,
 )
 from offbeat.local.buffers import write
+from offbeat.local.optimizer import are_equal
 from offbeat.trainer.settings import Sync
 from offbeat.trainer.strategies import Batch, Made, Strategy, Workshop
 from offbeat.worker import AsyncWorker
@@ -95,13 +96,18 @@ class Served(Strategy):
     def _is_live(self) -> bool:
         return isinstance(self._given, torch.optim.Optimizer)
 
+    @property
+    def is_to_join(self) -> bool:
+        """Whether `begin` does: as there is no worker, or one with another optimizer."""
+        given = self.workshop.given
+        is_other = given is not None and given is not self._given and not are_equal(given, self._given)
+        return self.worker is None or is_other
+
     def begin(self) -> None:
         """Join, with the optimizer there is; anew where that is another than before."""
-        given = self.workshop.given
-        if self.worker is None:
-            self._join()
-        elif given is not None and given is not self._given and given != self._given:
-            self._leave()
+        if self.is_to_join:
+            if self.worker is not None:
+                self._leave()
             self._join()
 
     def hand_over(self, left: Left | None, own: Sequence[torch.Tensor]) -> bool:
@@ -167,6 +173,8 @@ class Served(Strategy):
 
     def end_epoch(self) -> None:
         """Push what is gathered."""
+        if self.worker is None:  # who is told of a batch may have closed the trainer
+            return
         if self._gathered and not self._is_live:
             self.workshop.tally.steps += 1
         self._gathered = 0
@@ -176,8 +184,7 @@ class Served(Strategy):
     def settle(self, then: str) -> None:
         """Push what is gathered."""
         del then  # no worker needs others for that; those who go to a group together ask there
-        if self.worker is not None:
-            self.end_epoch()
+        self.end_epoch()
 
     def pull(self) -> bool:
         """Take the server's model as it is by now; what this member had is pushed.

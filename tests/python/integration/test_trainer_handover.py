@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 import offbeat
+from offbeat import optim
 from offbeat.errors import ConfigError, ConnectError, ConnectionLostError, OffbeatError, StateError
 from offbeat.trainer import first, served
 from support.averaging import warned
@@ -399,19 +400,33 @@ def test_members_that_cannot_bring_it_go_on_as_before_where_they_are_set_to(serv
     assert lost(told) == []
 
 
-def test_a_worker_that_pushes_as_often_as_another_epoch_says_joins_no_other_server_in_silence():
+@pytest.mark.parametrize("how", ["another frequency", "another optimizer"])
+def test_a_worker_that_takes_the_place_of_one_joins_no_other_server_in_silence(how):
     port, ours = free_port(), model(seed=1)
     live = sgd(ours)
+    warm_up = {"warm_up_epochs": 1} if how == "another frequency" else {}
     with (
         warned() as told,
-        member_of(ours, f"127.0.0.1:{port}", "parameter_server", warm_up_epochs=1) as trainer,
+        member_of(ours, f"127.0.0.1:{port}", "parameter_server", **warm_up) as trainer,
     ):
         for num_told in range(2):
             server = offbeat.ParameterServer(model(seed=9), port=port)
             server.start()
-            fit(trainer, live)
+            fit(trainer, live if warm_up else optim.SGD(lr=0.1 / (1 + num_told)))
             assert len(lost(told)) == num_told
             server.stop()
+
+
+class Closes:
+    def on_step(self, trainer, step):
+        if step.step == BATCHES:
+            trainer.close()
+
+
+def test_a_trainer_that_is_closed_as_the_last_batch_of_a_pass_ends_ends_it(serve):
+    ours = model()
+    with member_of(ours, serve(model(seed=9)).address, "parameter_server", callbacks=Closes()) as trainer:
+        assert fit(trainer, sgd(ours)) == "epochs"
 
 
 @pytest.mark.parametrize("first", ["average", "local"])
