@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sums", "reduce"]
 
-TO_FLUSH = "call flush() when its data is at its end, as a trainer's train() does, since others may have more"
+TO_FLUSH = "call flush() at the end of its data, as train() of a trainer does"
 """What each member is to do, where sums are of what it trains on, as people are told who wait for another."""
 
 LEAVING_S = 5.0
