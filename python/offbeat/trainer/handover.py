@@ -1,21 +1,26 @@
 """What passes from one strategy to the next, and what the next may begin without."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from offbeat import log
 from offbeat.averaging.methods import Method
+from offbeat.errors import OffbeatError
 from offbeat.local.buffers import write
 from offbeat.local.group import digest
+from offbeat.process import cause_of
 from offbeat.trainer.first import First, first_brings, first_goes_on
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, shown_kind
 from offbeat.trainer.strategies import Strategy, Workshop
+
+if TYPE_CHECKING:
+    from offbeat.client import Client
 
 __all__ = ["Handover"]
 
@@ -69,6 +74,8 @@ class Handover:
         self._unbrought: _Unbrought | None = None  # None once a strategy has begun, for all is in that
         self._left: Left | None = None  # the newest server, with this
         self._has_left = False  # a server by `close`, without what others had still to push to it
+        self._num_away = 0  # batches, since it was kept
+        self._place: Client | None = None  # at a server, as long as this member is to come back to it
 
     def come_from_server(self, strategy: Strategy | None, was: Kind | None, kind: Kind, epoch: int) -> bool:
         """Where members come from a server to a process group: wait until all have pushed, and pull.
@@ -106,26 +113,40 @@ class Handover:
             log.warn(f"epoch {epoch}: {_named(kind)} goes on from {_MISSING[first]}")
         return first != First.ITS_OWN
 
-    def leave(self, strategy: Strategy | None, kind: Kind | None, *, has_all: bool) -> None:
+    def leave(
+        self, strategy: Strategy | None, kind: Kind | None, *, has_all: bool, comes_back: bool = False
+    ) -> None:
         """Note what the next strategy may begin without, as one is left for it.
 
         Args:
             strategy: That is left, and has settled; None: it was left before.
             kind: Which it is.
             has_all: The next has what was trained, as `come_from_server` tells.
+            comes_back: To a server, if this is at one, which is to be there still.
         """
+        if comes_back and isinstance(strategy, Served):
+            self._place, self._num_away = strategy.stay(), 0
         if strategy is not None:
             self._note(strategy, kind, is_closed=False)
         if has_all:
             self._unbrought = None
 
-    def close(self, strategy: Strategy | None, kind: Kind | None) -> None:
+    def note_batch(self) -> None:
+        """Tell the server, where a place is kept there, that its member gets on."""
+        if self._place is not None:
+            self._num_away += 1
+            with suppress(OffbeatError):  # one that is lost is told of when this comes back
+                self._place.set_progress(self._num_away)
+
+    def close(self, strategy: Strategy | None, kind: Kind | None, failure: BaseException | None) -> None:
         """Note what the next strategy may begin without, where this one ends without the others.
 
         Args:
             strategy: That ends; None: none is at work.
             kind: Which it is.
+            failure: By which.
         """
+        self._give_place_up(failure)
         if isinstance(strategy, Served):
             self._has_left = self._has_left or self.has_begun
         if strategy is not None or self.has_begun:  # what a state has may not be made again, and was trained
@@ -225,6 +246,15 @@ class Handover:
             if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
                 log.warn(f"epoch {epoch}: {text}")
         self.has_begun, self._unbrought, self._has_left = True, None, False
+        if isinstance(strategy, Served):
+            self._give_place_up(None)
+
+    def _give_place_up(self, failure: BaseException | None) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            cause = None if failure is None else cause_of(failure)
+            with suppress(OffbeatError):  # the server may have gone, and needs no goodbye then
+                place.close(finished=failure is None, cause=cause)
 
     def _comes_again(self, strategy: Strategy) -> bool:
         """Tell whether it is about to join a server, and members were at one before."""

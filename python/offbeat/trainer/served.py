@@ -6,12 +6,14 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from offbeat import trained_by
+from offbeat import log, trained_by
+from offbeat.client import Client
 from offbeat.errors import (
     ClosedError,
     ConnectError,
     ConnectionLostError,
     ForkedError,
+    OffbeatError,
     ServerClosedError,
     StateError,
 )
@@ -42,6 +44,10 @@ BRING_AGAIN = (
     "members, which brings it there"
 )
 """What to do where it is lost while the first member brings it what all have made."""
+
+
+STAY_S = 10.0
+"""For how long a server is tried to be reached that was just there."""
 
 
 class Left(NamedTuple):
@@ -221,6 +227,24 @@ class Served(Strategy):
             return
         self._leave()
         super().follow(sync)
+
+    def stay(self) -> Client | None:
+        """Join once more, to be there while this worker is away: a server that all have left ends by itself.
+
+        Returns:
+            That place, to be closed; None where there is none, which is told.
+        """
+        if self.worker is None:
+            return None
+        places = self.workshop.places
+        try:
+            return Client(places.address, f"{self.worker.id}-away", places.token, connect_timeout_s=STAY_S)
+        except OffbeatError as error:
+            log.warn(
+                f"no place is kept at the server until this worker comes back ({error}): where all have "
+                f"left, it ends after its linger (10 s), unless it was started with --keep-running"
+            )
+            return None
 
     def close(self, failure: BaseException | None = None) -> None:
         """Say goodbye, and by what."""

@@ -44,7 +44,7 @@ class Stage:
         self._epoch = 0
         self._since = 0  # the epoch in which what is at work was made
         self._handover = Handover(workshop)
-        self._has_told_of_budget = self._has_told_of_return = False
+        self._has_told_of_budget = False
         self.follow(schedule)
 
     def begin(self) -> None:
@@ -102,17 +102,15 @@ class Stage:
             if strategy is not None:
                 strategy.settle(next_of(kind))
             has_all = self._handover.come_from_server(strategy, self._kind, kind, epoch)
-            self._handover.leave(strategy, self._kind, has_all=has_all)
+            comes_back = "parameter_server" in [kind_at(self.schedule, e) for e in self.schedule if e > epoch]
+            self._handover.leave(strategy, self._kind, has_all=has_all, comes_back=comes_back)
             if strategy is not None:
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
                 stays_away = kind == "local" or self._workshop.places.need_group([kind])
                 if isinstance(strategy, Served) and strategy.left is not None and stays_away:
-                    log.announce(
-                        f"epoch {epoch} leaves the server, whose model stays what it is now, in its --save "
-                        f"and its checkpoints, too: what is trained from here on is in the members' models"
-                    )
+                    log.announce(_leaving(epoch, comes_back=comes_back))
             self._since = epoch
             with self._handover.to(kind, epoch) as begin:
                 strategy = self.strategy = self._made_for(epoch)
@@ -127,6 +125,7 @@ class Stage:
             if isinstance(strategy, Served):
                 with self._handover.to(kind, epoch) as begin:
                     begin(strategy)
+        self._handover.note_batch()
         self._epoch = epoch  # not before: where the others were lost on the way, this is in the epoch before
         self.epoch_at_work = epoch
         return strategy
@@ -142,21 +141,8 @@ class Stage:
         if isinstance(self.strategy, Served) and self.strategy.worker is not None:
             now = max(self._epoch, self._since)
             later = {epoch: kind for epoch, kind in self.schedule.items() if epoch > now}
-            self._tell_of_return(later)
             # Also as it may have been set in mid-run.
             self._tell_of_budget(self.strategy, [*later.values(), kind_at(self.schedule, now)])
-
-    def _tell_of_return(self, later: Mapping[int, Kind]) -> None:
-        """Say where all leave the server and come back to it."""
-        kinds = [kind for _, kind in sorted(later.items())]
-        leaves = next((number for number, kind in enumerate(kinds) if kind != "parameter_server"), len(kinds))
-        if "parameter_server" in kinds[leaves:] and not self._has_told_of_return:
-            self._has_told_of_return = True
-            log.announce(
-                "members leave the server in mid-run, and come back to it: where all have left, it ends "
-                "after its linger (10 s), unless it was started by offbeat launch, or with --keep-running "
-                "(in Python, as long as the program goes on)"
-            )
 
     def _tell_of_budget(self, strategy: Served, later: list[Kind]) -> None:
         """Warn, once, where the server ends members one by one, and a later strategy waits for all."""
@@ -247,7 +233,7 @@ class Stage:
     def close(self, failure: BaseException | None = None) -> None:
         """End whatever is at work, by a failure perhaps; nobody is waited for."""
         strategy = self.strategy
-        self._handover.close(strategy, self._kind)
+        self._handover.close(strategy, self._kind, failure)
         self.strategy = self._kind = None
         if strategy is not None:
             strategy.close(failure)
@@ -314,3 +300,17 @@ class Stage:
             )
         else:
             log.info(no_effect)
+
+
+def _leaving(epoch: int, *, comes_back: bool) -> str:
+    """Say what a server has that members leave, and how long it is there."""
+    text = (
+        f"epoch {epoch} leaves the server, whose model stays what it is now, in its --save and its "
+        f"checkpoints, too: what is trained from here on is in the members' models"
+    )
+    if comes_back:
+        return text
+    return (
+        f"{text}. Where all have left, a server ends after its linger (10 s), unless it was started by "
+        f"offbeat launch or with --keep-running"
+    )
