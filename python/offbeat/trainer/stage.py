@@ -102,7 +102,7 @@ class Stage:
             if strategy is not None:
                 strategy.settle(next_of(kind))
             has_all = self._handover.come_from_server(strategy, self._kind, kind, epoch)
-            comes_back = "parameter_server" in [kind_at(self.schedule, e) for e in self.schedule if e > epoch]
+            comes_back = "parameter_server" in [later for e, later in self.schedule.items() if e > epoch]
             self._handover.leave(strategy, self._kind, has_all=has_all, comes_back=comes_back)
             if strategy is not None:
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
