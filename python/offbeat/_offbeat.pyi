@@ -144,15 +144,17 @@ class Session:
 
     def enter(
         self,
-        samples: float,
+        samples: tuple[float, tuple[float, int] | None],
         at_work: bool,
         times_s: tuple[float | None, float | None],
         at_least: int,
         words: tuple[str | None, str | None],
-    ) -> tuple[int, float, int, int, bool]:
-        """Enter a round with (grace, linger) by (terms, wish) and wait until it closes.
+    ) -> tuple[int, float, int, int, bool, float | None]:
+        """Enter a round with samples, (grace, linger), by (terms, wish), and wait until it closes.
 
-        Returns (round, share, members, members at work, whether all have agreed).
+        Samples are those of all and (samples, of which part) of what is new.
+
+        Returns (round, share, members, members at work, whether all have agreed, share of what is new).
         """
 
     def gather(self, round: int) -> tuple[int, int]:  # noqa: A002  as `Entered` calls it

@@ -45,7 +45,7 @@ from offbeat.errors import (
 from offbeat.naming import known_keywords
 from offbeat.optim import as_spec
 from offbeat.receipt import Receipt
-from offbeat.rounds import Entered, Gathered
+from offbeat.rounds import Entered, Gathered, New
 from offbeat.samples import sample_count
 
 if TYPE_CHECKING:
@@ -316,6 +316,7 @@ class Client(process.Live):
         linger_s: float | None = None,
         terms: str | None = None,
         wish: str | None = None,
+        new: New | None = None,
     ) -> Entered:
         """Enter a round with what so many samples have made, and wait for the others.
 
@@ -344,6 +345,8 @@ class Client(process.Live):
                 which have to be the same in all members. None: it does not say.
             wish: By what it would from the next round on; `Entered.agreed` tells when all do. None: by the
                 same.
+            new: A part of what is pushed that other samples have led to: where all members say so of the same
+                part, it goes times `Entered.new_share`. None: all goes times `share`.
 
         Raises:
             ConfigError: If an argument cannot be used.
@@ -360,9 +363,14 @@ class Client(process.Live):
             faults += seconds(linger_s=linger_s)
         if not is_count(at_least, least=1) or at_least > MOST_MEMBERS:
             faults.append(f"at_least is {at_least!r}: give a whole number, 1 to {MOST_MEMBERS}")
+        if not (new is None or _is_new(new)):
+            faults.append(
+                f"new is {new!r}: give New(samples, of), a finite number and a whole one, 0 or more"
+            )
         refuse(faults + strings(terms=terms, wish=wish))
         times = None if grace_s is None else float(grace_s), None if linger_s is None else float(linger_s)
-        return Entered(*self._open().enter(float(samples), at_work, times, at_least, (terms, wish)))
+        measures = float(samples), None if new is None else (float(new.samples), new.of)
+        return Entered(*self._open().enter(measures, at_work, times, at_least, (terms, wish)))
 
     def gather(self, round: int) -> Gathered:  # noqa: A002  as `Entered` calls it
         """Say that this client's push in a round has ended, and wait until every member's has.
@@ -523,3 +531,10 @@ class Client(process.Live):
         if value is None:
             raise ModelMismatchError(f"out has no {entry}: give an array for every tensor of the model")
         return writable(name, value, entry)
+
+
+def _is_new(value: object) -> bool:
+    if not isinstance(value, New):
+        return False
+    samples, of = value
+    return is_number(samples) and samples >= 0 and is_count(of, least=0) and of < 1 << 64

@@ -2,7 +2,19 @@
 
 from typing import NamedTuple
 
-__all__ = ["Entered", "Gathered"]
+__all__ = ["Entered", "Gathered", "New"]
+
+
+class New(NamedTuple):
+    """A part of a push that is in a round for the first time: other samples have led to it than to the rest.
+
+    Attributes:
+        samples: What its share is measured by, 0 or more.
+        of: Which part: a number below 2^64 that is the same where that is.
+    """
+
+    samples: float
+    of: int
 
 
 class Entered(NamedTuple):
@@ -16,6 +28,8 @@ class Entered(NamedTuple):
         at_work: How many of these go on after it.
         agreed: Whether what this client wished for holds from now on: all who take part were in the round and
             wished for the same, or it had come into force while this client was away, whose share is 0 then.
+        new_share: Likewise of the samples of what is new, where all members have said so of the same part;
+            None: `share` is of all that is pushed.
     """
 
     round: int
@@ -23,6 +37,7 @@ class Entered(NamedTuple):
     members: int
     at_work: int
     agreed: bool = True
+    new_share: float | None = None
 
 
 class Gathered(NamedTuple):

@@ -158,6 +158,7 @@ class Arrivals(Served):
         is_at_work: bool,
         wish: str,
         is_mean: bool = False,
+        new: Mapping[str, float] | None = None,
     ) -> tuple[int, bool, bool]:
         """Push and pull; who has ended waits, before it pulls, until all have.
 
@@ -165,7 +166,7 @@ class Arrivals(Served):
             How many have not ended; that what this member wishes for holds, since each goes by its own; and
             that nothing is left to come.
         """
-        del wish, room
+        del wish, room, new  # what is new, the way of more samples has
         assert not is_mean  # noqa: S101  the outer step's method writes into what it gets
         client, said = self._presence.met(), self._said
         assert said is not None  # noqa: S101  what is own was said

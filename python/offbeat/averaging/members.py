@@ -81,7 +81,8 @@ class Said:
             where this member has no need of them from here on.
         weight: Of these; 0 adds nothing, whatever they are.
         weights: By the numbers of those that count otherwise, as they are in a round for the first time: the
-            same numbers in all members. At a server, and in a round of twos, no heed is paid to it.
+            same numbers in all members. At a server the most of them counts for all of these; in a round
+            of twos no heed is paid to it.
         samples: It has had since the round before; weigh all but the parameters.
         is_at_work: It has not ended.
         metric: What the pace goes by; None where there is none.

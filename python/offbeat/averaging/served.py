@@ -1,6 +1,8 @@
 """Members that meet at an Offbeat server: they come, go and die without stopping the others."""
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -29,7 +31,7 @@ from offbeat.errors import (
 )
 from offbeat.local.flat import PIECE, Flat, slices
 from offbeat.local.group import is_plain
-from offbeat.rounds import Entered
+from offbeat.rounds import Entered, New
 from offbeat.telling import Waits
 
 __all__ = ["REREAD", "Arrays", "Served", "array_of"]
@@ -399,7 +401,8 @@ class Served:
         is_mean = False  # what is in the room at the end stays the mean that the next way is measured from
         names = [self._names[id(parameter)] for parameter in said.parameters]
         parts = slices(said.parameters, said.room)
-        if said.weight:
+        new = {names[number]: samples for number, samples in said.weights.items()}
+        if said.weight or any(new.values()):
             # The room takes the way, and then the mean: fresh memory costs more than what is written into it.
             values = slices(said.parameters, said.values)
             own = {name: part.cpu().numpy() for name, part in zip(names, values, strict=True)}
@@ -424,6 +427,7 @@ class Served:
             is_at_work=said.is_at_work,
             wish=said.wish,
             is_mean=is_mean,
+            new=new,
         )
         if not is_brought:  # there is another round to come, for this member at least
             return _not_brought(said, max(num_at_work, 1), are_agreed=are_agreed)
@@ -482,17 +486,19 @@ class Served:
         is_at_work: bool,
         wish: str,
         is_mean: bool = False,
+        new: Mapping[str, float] | None = None,
     ) -> tuple[int, bool, bool]:
         """Enter, push, gather and pull.
 
         Args:
-            own: What this member has.
+            own: What this member has to add to the mean.
             room: As much memory, which may be the same: what is in it becomes the share that is pushed.
             weight: Of it.
             samples: That it comes of.
             is_at_work: This member has not ended.
             wish: The terms wanted.
             is_mean: The room has the mean from here on, rather than the memory that has it.
+            new: What is in a round for the first time, by name, with the samples that have led to it.
 
         One that waits for itself, under the name that it had, does not end with this round: first it is in
         the round by its new name, so that nobody ends without it, and then the old one is done with.
@@ -510,7 +516,12 @@ class Served:
         with self._company.telling_whom_it_misses(client, is_at_work=is_at_work):
             linger_s = waiting.LINGER_S if self.lingers and not is_at_work else None
             entered = client.enter(
-                weight, at_work=is_at_work, linger_s=linger_s, terms=self._terms, wish=wish
+                weight,
+                at_work=is_at_work,
+                linger_s=linger_s,
+                terms=self._terms,
+                wish=wish,
+                new=_said_of(new or {}),
             )
         self._presence.leave_as(former)
         was_away = self._presence.take_part()
@@ -518,7 +529,14 @@ class Served:
             self._company.tell_who_was_lost(client, entered, self._last[0])
         are_agreed = entered.agreed or wish == self._terms
         self._terms = wish if are_agreed else self._terms
-        is_brought = not weight or self._push(client, own, room, entered, max(samples, 1))
+        is_brought = not weight
+        if shares := _shares(entered, own, new or {}):
+            is_brought = self._push(client, own, room, shares, max(samples, 1), number=entered.round)
+        elif weight:  # the others have changed while it was away, and it has been told of that here
+            log.warn(
+                f"the way of this member is not in round {entered.round}, and comes with the next: the "
+                f"others went on to {worded_terms(self._terms)} while it was away"
+            )
         gathered = client.gather(entered.round)
         if gathered.missing:
             log.warn(
@@ -542,20 +560,23 @@ class Served:
             if name not in room
         }
 
-    def _push(self, client: Client, own: Arrays, room: Arrays, entered: Entered, samples: int) -> bool:
-        """Push the way from the mean, times the share; nothing where that is 0, or too large for float32.
+    def _push(
+        self,
+        client: Client,
+        own: Arrays,
+        room: Arrays,
+        shares: Mapping[str, float],
+        samples: int,
+        *,
+        number: int,
+    ) -> bool:
+        """Push the way from the mean, times the share of each; nothing where it is too large for float32.
 
         Returns:
             False: it is to come again, measured from what the server has by then.
         """
-        if not entered.share:  # the others have changed while it was away, and it has been told of that here
-            log.warn(
-                f"the way of this member is not in round {entered.round}, and comes with the next: the "
-                f"others went on to {worded_terms(self._terms)} while it was away"
-            )
-            return False
         for name, array in own.items():
-            _set_share(room[name], array, self._mean[name], entered.share)
+            _set_share(room[name], array, self._mean[name], shares[name])
         try:
             receipt = client.push(room, samples=samples)
         except NonFiniteError as error:
@@ -563,14 +584,13 @@ class Served:
             return True
         if receipt.reason in REREAD:
             log.warn(
-                f"the way of this member is not in round {entered.round}, and comes with the next: "
-                f"{receipt.detail}"
+                f"the way of this member is not in round {number}, and comes with the next: {receipt.detail}"
             )
             return False
         if not receipt.applied:
             log.warn(
                 f"what this member has learnt of {samples} samples is lost: the server does not take it in "
-                f"round {entered.round}: {receipt.detail}"
+                f"round {number}: {receipt.detail}"
             )
         else:  # of which the version is, should the server be lost before the round's end
             self._last = self._last[0], self._last[1] + 1
@@ -714,6 +734,22 @@ def _set_share(to: Array, own: Array, mean: Array, share: float) -> None:
             part = to[start : start + PIECE]
             np.subtract(own[start : start + PIECE], mean[start : start + PIECE], out=part)
             np.multiply(part, np.float32(share), out=part)
+
+
+def _shares(entered: Entered, names: Iterable[str], new_names: Iterable[str]) -> dict[str, float]:
+    """Give the share by which each is to go into a round; of none, where this member has no share in it."""
+    shares = dict.fromkeys(names, entered.share)
+    if entered.new_share is not None:
+        shares |= {name: entered.new_share for name in new_names if name in shares}
+    return shares if any(shares.values()) else {}
+
+
+def _said_of(new: Mapping[str, float]) -> New | None:
+    """Give what the server is told of what is new: the most samples that have led to any of it."""
+    if not new:
+        return None
+    of = hashlib.sha256(json.dumps(sorted(new)).encode()).digest()
+    return New(max(new.values()), int.from_bytes(of[:8], "little"))
 
 
 def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:

@@ -9,7 +9,7 @@ use offbeat_core::store::{Fate, Receipt};
 use offbeat_core::wire::auth::{Side, prove};
 use offbeat_core::wire::header::{MAX_HANDSHAKE_BYTES, MAX_TABLE_BYTES};
 use offbeat_core::wire::message::{
-    Attach, Authenticate, Call, Challenge, Event, Heartbeat, Hello, Join, ModelInfo, Parting, Purpose,
+    Attach, Authenticate, Call, Challenge, Event, Heartbeat, Hello, Join, ModelInfo, New, Parting, Purpose,
     RefusalCode, Refused, Replaces, Reply, Welcome,
 };
 use offbeat_core::wire::{
@@ -94,16 +94,18 @@ fn calls() -> Vec<(&'static str, Call)> {
         ("wait-model", Call::WaitModel),
         ("configure", Call::Configure { contribution: Contribution::Gradient, optimizer }),
         ("status", Call::Status),
-        ("enter", enter(None, None)),
-        ("enter-by-terms", enter(Some(1), Some("a mean".into()))),
+        ("enter", enter(None, None, None)),
+        ("enter-by-terms", enter(Some(1), Some("a mean".into()), None)),
+        ("enter-with-new", enter(None, None, Some(New { samples: 8.0, of: 1 }))),
         ("gather", Call::Gather { round: 1 }),
         ("goodbye", Call::Goodbye { parting: Parting::Left { cause: Some("why".into()) } }),
     ]
 }
 
-fn enter(at_least: Option<u32>, terms: Option<String>) -> Call {
+fn enter(at_least: Option<u32>, terms: Option<String>, new: Option<New>) -> Call {
+    let (samples, at_work, grace_ms) = (32.0, true, Some(1000));
     let (linger_ms, wish) = (terms.as_ref().map(|_| 1000), terms.clone());
-    Call::Enter { samples: 32.0, at_work: true, grace_ms: Some(1000), at_least, linger_ms, terms, wish }
+    Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish, new }
 }
 
 fn call(call: &Call) -> Vec<u8> {
@@ -118,10 +120,15 @@ fn replies() -> Vec<(&'static str, Reply)> {
         ("model", Reply::Model { model, run: run.clone(), term: 1, version: 2 }),
         ("configured", Reply::Configured { run }),
         ("status", Reply::Status { json: "{}".into() }),
-        ("entered", Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1, agreed: true }),
+        ("entered", entered(None)),
+        ("entered-with-new", entered(Some(0.25))),
         ("gathered", Reply::Gathered { missing: 0, version: 3 }),
         ("goodbye", Reply::Goodbye),
     ]
+}
+
+fn entered(new_share: Option<f64>) -> Reply {
+    Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1, agreed: true, new_share }
 }
 
 fn events() -> Vec<(&'static str, Event)> {

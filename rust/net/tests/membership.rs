@@ -13,7 +13,7 @@ use offbeat_core::store::Claim;
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::header::{MAX_MODEL_BYTES, MAX_RUN_BYTES};
 use offbeat_core::wire::message::{
-    Attempt, Back, Call, Event, FINISHED_STOPPED, Join, Joined, MOST_TERMS_BYTES, Parting, Purpose,
+    Attempt, Back, Call, Event, FINISHED_STOPPED, Join, Joined, MOST_TERMS_BYTES, New, Parting, Purpose,
     RefusalCode, Refused, Reply, Welcome,
 };
 use offbeat_core::wire::{Header, Kind, Want};
@@ -576,7 +576,12 @@ fn a_worker_that_is_silent_beyond_its_grace_is_disconnected() {
 }
 
 fn entering(samples: f64, grace_ms: Option<u64>) -> Call {
-    Call::Enter { samples, at_work: true, grace_ms, at_least: None, linger_ms: None, terms: None, wish: None }
+    entering_with(samples, None, grace_ms)
+}
+
+fn entering_with(samples: f64, new: Option<New>, grace_ms: Option<u64>) -> Call {
+    let (at_work, at_least, linger_ms, terms, wish) = (true, None, None, None, None);
+    Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish, new }
 }
 
 #[test]
@@ -588,8 +593,10 @@ fn who_falls_silent_in_a_round_is_waited_for_no_longer_than_its_lease_and_again_
     let (mut silent, joined) = Raw::joined(&server, "silent");
     let mut control = Raw::attached(&server, &joined);
     silent.call(1, &enter);
-    let part =
-        |round, share, members| Reply::Entered { round, share, members, at_work: members, agreed: true };
+    let part = |round, share, members| {
+        let (at_work, agreed, new_share) = (members, true, None);
+        Reply::Entered { round, share, members, at_work, agreed, new_share }
+    };
     assert_eq!(silent.reply(), part(1, 1.0, 1));
     let mut a = client(&server, "a");
     let entered = a.enter(&Entry::of(1.0), &NEVER).unwrap();
@@ -612,11 +619,13 @@ fn who_falls_silent_in_a_round_is_waited_for_no_longer_than_its_lease_and_again_
 fn what_can_be_no_samples_is_refused_by_the_server_too() {
     let server = start(config());
     for samples in [f64::NAN, f64::INFINITY, -1.0] {
-        let (mut raw, _) = Raw::joined(&server, "a");
-        raw.call(1, &entering(samples, None));
-        let refused = raw.refused();
-        assert_eq!(refused.code, RefusalCode::Malformed);
-        assert!(refused.message.contains("0 or more"), "{refused}");
+        for enter in [entering(samples, None), entering_with(1.0, Some(New { samples, of: 1 }), None)] {
+            let (mut raw, _) = Raw::joined(&server, "a");
+            raw.call(1, &enter);
+            let refused = raw.refused();
+            assert_eq!(refused.code, RefusalCode::Malformed);
+            assert!(refused.message.contains("0 or more"), "{refused}");
+        }
     }
     assert_eq!(status(&server)["rounds"]["closed"], 0);
 }
@@ -643,11 +652,8 @@ fn refused_terms(words: String) -> String {
     let server = start(config());
     let refused = [(Some(words.clone()), None), (None, Some(words))].map(|(terms, wish)| {
         let (mut raw, _) = Raw::joined(&server, "a");
-        let (at_least, grace_ms) = (None, None);
-        raw.call(
-            1,
-            &Call::Enter { samples: 1.0, at_work: true, grace_ms, at_least, linger_ms: None, terms, wish },
-        );
+        let (samples, at_work, grace_ms, at_least, linger_ms, new) = (1.0, true, None, None, None, None);
+        raw.call(1, &Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish, new });
         let refused = raw.refused();
         assert_eq!(refused.code, RefusalCode::Malformed);
         refused.message

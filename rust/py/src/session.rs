@@ -9,8 +9,8 @@ use crate::{log, receipt};
 use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
-use offbeat_core::wire::message::{Parting, Replaces};
-use offbeat_net::client::{self, Client, ClientConfig, ClientError, Entry, PushInput};
+use offbeat_core::wire::message::{New, Parting, Replaces};
+use offbeat_net::client::{self, Client, ClientConfig, ClientError, Entered, Entry, PushInput};
 use pyo3::prelude::*;
 use std::slice;
 use std::sync::{Mutex, MutexGuard, TryLockError};
@@ -254,17 +254,19 @@ impl Session {
     fn enter(
         &self,
         py: Python<'_>,
-        samples: f64,
+        samples: (f64, Option<(f64, u64)>),
         at_work: bool,
         times_s: (Option<f64>, Option<f64>),
         at_least: u32,
         words: (Option<String>, Option<String>),
-    ) -> PyResult<(u64, f64, u32, u32, bool)> {
-        let ((terms, wish), (grace, linger)) = (words, times_s);
+    ) -> PyResult<(u64, f64, u32, u32, bool, Option<f64>)> {
+        let ((samples, new), (grace, linger), (terms, wish)) = (samples, times_s, words);
+        let new = new.map(|(samples, of)| New { samples, of });
         let (grace, linger) = (grace.map(seconds), linger.map(seconds));
-        let entry = Entry { samples, at_work, grace, at_least: Some(at_least), linger, terms, wish };
+        let entry = Entry { samples, at_work, grace, at_least: Some(at_least), linger, terms, wish, new };
         let entered = self.call(py, |client, signals| client.enter(&entry, signals))?;
-        Ok((entered.round, entered.share, entered.members, entered.at_work, entered.agreed))
+        let Entered { round, share, members, at_work, agreed, new_share } = entered;
+        Ok((round, share, members, at_work, agreed, new_share))
     }
 
     fn gather(&self, py: Python<'_>, round: u64) -> PyResult<(u64, u64)> {

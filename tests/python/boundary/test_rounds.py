@@ -13,7 +13,7 @@ import pytest
 import offbeat
 from offbeat import optim
 from offbeat.errors import ConfigError, StateError
-from offbeat.rounds import Entered, Gathered
+from offbeat.rounds import Entered, Gathered, New
 from support.freezing import freeze, wake
 from support.waiting import AT_ONCE_S, wait_for
 
@@ -288,6 +288,25 @@ def test_terms_change_when_all_wish_for_it_and_so_many_begin_together(server, jo
         ]
         assert {one.result(TIMEOUT_S).agreed for one in entering} == {number == 2}
     assert server.status()["rounds"]["terms"] == "the mode"
+
+
+def test_what_is_new_goes_by_a_share_of_its_own_where_all_say_the_same_of_it(join, threads):
+    clients = [join(), join()]
+    acquaint(threads, clients)
+    for others, share in ((New(10, 7), 0.75), (New(10, 8), None), (None, None)):
+        waits = threads.submit(clients[0].enter, 0, new=New(30, 7))
+        entered = clients[1].enter(5, new=others)
+        first = waits.result(TIMEOUT_S)
+        assert (first.share, first.new_share) == (0, share)
+        assert (entered.share, entered.new_share) == (1, None if share is None else 1 - share)
+        gathering = [threads.submit(client.gather, entered.round) for client in clients]
+        assert all(one.result(TIMEOUT_S).missing == 0 for one in gathering)
+
+
+@pytest.mark.parametrize("new", [(1, 2), New(-1, 0), New(float("nan"), 0), New(1, -1), New(1, 1 << 64)])
+def test_what_cannot_be_new_is_refused_with_the_remedy(new, join):
+    with pytest.raises(ConfigError, match=r"new is .*: give New\(samples, of\)"):
+        join().enter(1, new=new)
 
 
 def test_what_cannot_be_terms_is_refused_naming_all_of_it(join):

@@ -1195,6 +1195,36 @@ def test_what_was_unfrozen_after_the_last_round_is_brought_too(settings, expecte
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def unfrozen_last(rank, address, settings):
+    """Train a part only after the last round but one began; one member ends as the last begins."""
+    trained = nn.Module()
+    trained.register_parameter("head", nn.Parameter(torch.zeros(1)))
+    trained.register_parameter("body", nn.Parameter(torch.zeros(1), requires_grad=False))
+    with at(address, trained, rank, 2, averaging_frequency=10, **settings) as ours:
+        for iteration in range(20 + 3 * rank):
+            trained.body.requires_grad_(requires_grad=iteration >= 10)
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(1 + 2 * rank)
+            ours.step(4 + 8 * rank)
+            if iteration == 9:
+                ours.state_dict()  # ends the first round: the second would begin later in one member else
+        ours.flush()
+    return trained.body.item(), trained.head.item()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"method": PLAIN_MEAN}], ids=["average", "diloco"])
+def test_what_was_unfrozen_counts_in_one_that_has_trained_nothing_since_its_last_round(
+    settings, overlap, server
+):
+    """It has no share in the way of the rest, which the other has gone on alone."""
+    for body, head in together(unfrozen_last, 2, server.address, {**settings, "overlap": overlap}):
+        assert body == pytest.approx((10 * 40 + 39 * 156) / 196, rel=1e-6)
+        assert head == pytest.approx(25 + 25 + 9, rel=1e-6)
+
+
 def unfrozen_behind(rank, address, others_have_brought):
     """Train a part from the seventh iteration on; in one member as the other has brought all of its own."""
     trained = nn.Module()

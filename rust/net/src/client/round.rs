@@ -4,7 +4,7 @@
 use super::config::Interrupt;
 use super::error::ClientError;
 use super::session::Inner;
-use offbeat_core::wire::message::{Call, MOST_TERMS_BYTES, Reply, is_printable};
+use offbeat_core::wire::message::{Call, MOST_TERMS_BYTES, New, Reply, is_printable};
 use std::time::Duration;
 
 /// With what a worker enters a round.
@@ -25,13 +25,24 @@ pub struct Entry {
     pub terms: Option<String>,
     /// By what it would from the next round on, if all would.
     pub wish: Option<String>,
+    /// What of its push is in a round for the first time, and has a share of its own where all say the same.
+    pub new: Option<New>,
 }
 
 impl Entry {
     /// With so many samples, at work, and nothing else to say.
     #[must_use]
     pub const fn of(samples: f64) -> Self {
-        Self { samples, at_work: true, grace: None, at_least: None, linger: None, terms: None, wish: None }
+        Self {
+            samples,
+            at_work: true,
+            grace: None,
+            at_least: None,
+            linger: None,
+            terms: None,
+            wish: None,
+            new: None,
+        }
     }
 }
 
@@ -48,6 +59,8 @@ pub struct Entered {
     /// Whether what it wished for holds from now on: all who take part were in the round and wished for the same, or it
     /// had come into force while this worker was away, whose share is 0 then.
     pub agreed: bool,
+    /// Of the samples of what is [new](Entry::new), 0 to 1. `None`: not all say the same of that, and `share` is of all.
+    pub new_share: Option<f64>,
 }
 
 /// A round that is over.
@@ -61,9 +74,12 @@ pub struct Gathered {
 
 impl Inner {
     pub(super) fn enter(&mut self, entry: &Entry, interrupt: &dyn Interrupt) -> Result<Entered, ClientError> {
-        let Entry { samples, at_work, grace, at_least, linger, terms, wish } = entry.clone();
-        if !samples.is_finite() || samples < 0.0 {
-            let message = format!("samples is {samples}: it is a finite number, 0 or more");
+        let Entry { samples, at_work, grace, at_least, linger, terms, wish, new } = entry.clone();
+        let mut counts = [("samples", Some(samples)), ("new", new.map(|new| new.samples))].into_iter();
+        if let Some((name, Some(samples))) =
+            counts.find(|(_, n)| n.is_some_and(|n| !n.is_finite() || n < 0.0))
+        {
+            let message = format!("{name} is {samples}: it is a finite number, 0 or more");
             return Err(ClientError::bad_input(message));
         }
         for (name, words) in [("terms", &terms), ("wish", &wish)] {
@@ -79,10 +95,12 @@ impl Inner {
         }
         let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let (grace_ms, linger_ms) = (grace.map(ms), linger.map(ms));
-        let call = Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish };
+        let call = Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish, new };
         self.again(interrupt, &mut |inner| match inner.call(&call, interrupt)? {
-            Reply::Entered { round, share, members, at_work, agreed } if (0.0..=1.0).contains(&share) => {
-                Ok(Entered { round, share, members, at_work, agreed })
+            Reply::Entered { round, share, members, at_work, agreed, new_share }
+                if [share, new_share.unwrap_or(0.0)].iter().all(|share| (0.0..=1.0).contains(share)) =>
+            {
+                Ok(Entered { round, share, members, at_work, agreed, new_share })
             }
             reply => Err(inner.unexpected(&reply)),
         })

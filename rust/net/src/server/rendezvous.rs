@@ -17,8 +17,8 @@ const MOST_SHOWN_BYTES: usize = 128;
 impl Session {
     /// Waits until its round closes.
     pub(super) async fn enter(&self, header: &Header, entry: Entry) -> Result<Reply, End> {
-        let samples = entry.samples;
-        if !samples.is_finite() || samples < 0.0 {
+        let mut counts = [Some(entry.samples), entry.new.map(|new| new.samples)].into_iter().flatten();
+        if let Some(samples) = counts.find(|samples| !samples.is_finite() || *samples < 0.0) {
             let message =
                 format!("a round was entered with {samples} samples: a finite number is due, 0 or more");
             return Err(End::refused(header, RefusalCode::Malformed, message));
@@ -35,8 +35,8 @@ impl Session {
         let shared = &self.shared;
         let closed = until(shared, || shared.enter_round(self.incarnation, entry.clone()));
         match self.or_closed(closed).await? {
-            Ok(Part { round, share, members, at_work, agreed }) => {
-                Ok(Reply::Entered { round, share, members, at_work, agreed })
+            Ok(Part { round, share, members, at_work, agreed, new_share }) => {
+                Ok(Reply::Entered { round, share, members, at_work, agreed, new_share })
             }
             Err(OtherTerms(theirs)) => {
                 let own = entry.terms.as_deref().unwrap_or_default();

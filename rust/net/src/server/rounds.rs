@@ -24,6 +24,7 @@
 //! Both questions may be asked again, as often as one likes, and are answered the same: replies get lost, and a session
 //! asks again whenever something has changed.
 
+use offbeat_core::wire::message::New;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -54,6 +55,8 @@ pub(super) struct Entry {
     pub(super) terms: Option<Arc<str>>,
     /// By what it would from the next round on; `None`: by the same.
     pub(super) wish: Option<Arc<str>>,
+    /// What of its push other samples have led to, finite and not negative; `None`: nothing.
+    pub(super) new: Option<New>,
 }
 
 /// By what others take part, which is not by what a worker would.
@@ -72,6 +75,8 @@ pub(super) struct Part {
     pub(super) at_work: u32,
     /// Whether the whole roster was in it, and wished for the same; or what it wished for was in force already.
     pub(super) agreed: bool,
+    /// Of the samples of what is new, where all in the round say the same of it; 0 where nobody has any.
+    pub(super) new_share: Option<f64>,
 }
 
 /// As a status tells of rounds.
@@ -113,6 +118,31 @@ struct Closed {
 impl Closed {
     fn num(&self, stage: Stage) -> u64 {
         self.entrants.values().filter(|(_, at)| *at == stage).count() as u64
+    }
+}
+
+/// What shares are of.
+#[derive(Clone, Copy)]
+struct Whole {
+    most: f64,
+    /// Of all, of the most: so that no sum is too large for a float.
+    sum: f64,
+}
+
+impl Whole {
+    fn of(samples: impl Iterator<Item = f64> + Clone) -> Self {
+        let most = samples.clone().fold(0.0, f64::max);
+        let mut whole = Self { most, sum: 0.0 };
+        whole.sum = samples.map(|samples| whole.part(samples)).sum();
+        whole
+    }
+
+    fn part(self, samples: f64) -> f64 {
+        if self.most > 0.0 { samples / self.most } else { 0.0 }
+    }
+
+    fn share(self, samples: f64) -> f64 {
+        if self.sum > 0.0 { self.part(samples) / self.sum } else { 0.0 }
     }
 }
 
@@ -190,7 +220,7 @@ impl Rounds {
                 self.give_up(incarnation, now);
                 return Err(other);
             }
-            entry.samples = 0.0; // what it has made, it has made by other terms
+            (entry.samples, entry.new) = (0.0, None); // what it has made, it has made by other terms
         }
         self.admit(incarnation);
         self.expected.remove(&incarnation);
@@ -449,16 +479,18 @@ impl Rounds {
         let members = u32::try_from(open.len()).unwrap_or(u32::MAX);
         let at_work = open.values().filter(|(entry, _)| entry.at_work).count();
         let at_work = u32::try_from(at_work).unwrap_or(u32::MAX);
-        // Of the most, so that no sum is too large for a float.
-        let most = open.values().map(|(entry, _)| entry.samples).fold(0.0, f64::max);
-        let part = |samples: f64| if most > 0.0 { samples / most } else { 0.0 };
-        let sum: f64 = open.values().map(|(entry, _)| part(entry.samples)).sum();
-        let share = |samples: f64| if sum > 0.0 { part(samples) / sum } else { 0.0 };
+        let whole = Whole::of(open.values().map(|(entry, _)| entry.samples));
+        // Who says something else of what is new, or nothing, goes by the same share with all that it pushes: shares of two
+        // wholes would not add up to 1.
+        let of = open.values().next().and_then(|(entry, _)| entry.new).map(|new| new.of);
+        let all_say = of.is_some() && open.values().all(|(entry, _)| entry.new.map(|new| new.of) == of);
+        let new = all_say.then(|| Whole::of(open.values().filter_map(|(entry, _)| Some(entry.new?.samples))));
         let round = self.num_closed;
         let entrants = open.into_iter().map(|(incarnation, (entry, _))| {
             // By other terms nobody is in it but who wished for those that are in force.
             let agreed = agreed || entry.terms.is_some() && entry.terms != before;
-            let part = Part { round, share: share(entry.samples), members, at_work, agreed };
+            let new_share = new.and_then(|whole| Some(whole.share(entry.new?.samples)));
+            let part = Part { round, share: whole.share(entry.samples), members, at_work, agreed, new_share };
             (incarnation, (part, Stage::Due))
         });
         let entrants = entrants.collect();

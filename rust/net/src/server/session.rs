@@ -219,7 +219,7 @@ impl Session {
                 }
             }
             Call::Status => Ok(Reply::Status { json: super::status::told(&self.shared, header).await? }),
-            Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish } => {
+            Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish, new } => {
                 let entry = Entry {
                     samples,
                     at_work,
@@ -228,6 +228,7 @@ impl Session {
                     linger: linger_ms.map(Duration::from_millis),
                     terms: terms.map(Arc::from),
                     wish: wish.map(Arc::from),
+                    new,
                 };
                 self.enter(header, entry).await
             }

@@ -6,7 +6,7 @@ use crate::support::{
     DEADLINE, Worker, client_config, config, eventually, filled, never, parameter, sgd, table,
 };
 use offbeat_core::spec::{Contribution, Transaction};
-use offbeat_core::wire::message::Parting;
+use offbeat_core::wire::message::{New, Parting};
 use offbeat_net::client::{Client, ClientConfig, ClientError, Entered, Entry};
 use offbeat_net::server::{CheckpointConfig, Ending, Every, Resume, Server, ServerConfig, Snapshot};
 use serde_json::{Value, json};
@@ -122,6 +122,7 @@ fn what_each_has_made_is_put_together_by_its_share_and_all_read_the_same() {
                             members: 3,
                             at_work: 3,
                             agreed: true,
+                            new_share: None,
                         };
                         assert_eq!(entered, due);
                         assert_eq!(take_part(worker, entered, samples * 8.0), 0);
@@ -432,6 +433,9 @@ fn who_takes_part_by_other_terms_is_told_both_and_stays_connected() {
         },
     );
     assert_eq!((waits.members, entered.members), (2, 2));
+    let new = Some(New { samples: f64::NAN, of: 1 });
+    let unsound = b.client.enter(&Entry { new, ..Entry::of(1.0) }, &never).unwrap_err();
+    assert!(matches!(&unsound, ClientError::BadInput { message } if message.contains("new is NaN")));
     let long = b.client.enter(&by(&"x".repeat(1025)), &never).unwrap_err();
     assert!(matches!(&long, ClientError::BadInput { message } if message.contains("1025 bytes: give 1024")));
     let forged = b.client.enter(&by("a\nWARNING server: all is lost"), &never).unwrap_err();

@@ -57,6 +57,9 @@ pub enum Call {
         /// By what I would take part from the next round on, if all would; `None`: by the same.
         #[serde(default)]
         wish: Option<String>,
+        /// What of my push is to be measured by other samples. `None`: nothing.
+        #[serde(default)]
+        new: Option<New>,
     },
     /// My push in this round has ended. Answered when everybody's in it has, or is not to come any more.
     Gather { round: u64 },
@@ -72,6 +75,17 @@ pub enum Replaces {
     Untrained,
     /// The one of this term and version: what was in it is in mine.
     At { term: u64, version: u64 },
+}
+
+/// A part of a push that is in a round for the first time: other samples have led to it than to the rest. It has shares of
+/// its own where all who enter the round say the same.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub struct New {
+    /// What its share is measured by: finite, and not negative.
+    pub samples: f64,
+    /// Which part: a number that is the same where that is.
+    pub of: u64,
 }
 
 /// How a worker ends.
@@ -118,6 +132,9 @@ pub enum Reply {
         /// Whether all wish for the same, by which they take part from now on.
         #[serde(default = "yes")]
         agreed: bool,
+        /// Of the samples of what is [new](New). `None`: there is one share for all.
+        #[serde(default)]
+        new_share: Option<f64>,
     },
     Gathered {
         /// Shares of workers that were lost or went before they had gathered.

@@ -10,7 +10,7 @@ mod handshake;
 mod membership;
 mod refusal;
 
-pub use call::{Call, FIRST_TERM, MOST_TERMS_BYTES, Parting, Replaces, Reply};
+pub use call::{Call, FIRST_TERM, MOST_TERMS_BYTES, New, Parting, Replaces, Reply};
 pub use handshake::{Authenticate, Challenge, Hello, Purpose, Welcome};
 pub use membership::{
     Attach, Attempt, Back, Event, FINISHED_BUDGET, FINISHED_STOPPED, Heartbeat, Join, Joined, ModelInfo,
@@ -124,16 +124,17 @@ mod tests {
     fn builds_whose_rounds_know_of_no_terms_understand_those_that_do() {
         let mut bytes = vec![];
         encode(&Before::Enter { samples: 2.0, at_work: true, grace_ms: None }, &mut bytes);
-        let (at_least, linger_ms, terms, wish) = (None, None, None, None);
+        let (grace_ms, at_least, linger_ms, terms, wish, new) = (None, None, None, None, None, None);
         let enter =
-            Call::Enter { samples: 2.0, at_work: true, grace_ms: None, at_least, linger_ms, terms, wish };
+            Call::Enter { samples: 2.0, at_work: true, grace_ms, at_least, linger_ms, terms, wish, new };
         assert_eq!(decode::<Call>(&bytes).unwrap(), enter);
         bytes.clear();
         encode(&enter, &mut bytes);
         assert!(matches!(decode(&bytes).unwrap(), Before::Enter { samples: 2.0, .. }));
         bytes.clear();
         encode(&Before::Entered { round: 1, share: 0.5, members: 2, at_work: 1 }, &mut bytes);
-        let entered = Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1, agreed: true };
+        let (agreed, new_share) = (true, None);
+        let entered = Reply::Entered { round: 1, share: 0.5, members: 2, at_work: 1, agreed, new_share };
         assert_eq!(decode::<Reply>(&bytes).unwrap(), entered);
         bytes.clear();
         encode(&entered, &mut bytes);
@@ -184,11 +185,13 @@ mod tests {
         survives(&Call::InitCommit);
         survives(&Call::Configure { contribution: Contribution::Delta, optimizer: Some(optimizer()) });
         let said = |words: &str| Some(words.to_owned());
-        for (grace_ms, at_least, terms, wish) in
-            [(Some(u64::MAX), Some(u32::MAX), said("a mean"), said("another")), (None, None, None, None)]
-        {
+        let new = New { samples: f64::MIN_POSITIVE, of: u64::MAX };
+        for (grace_ms, at_least, terms, wish, new) in [
+            (Some(u64::MAX), Some(u32::MAX), said("a mean"), said("another"), Some(new)),
+            (None, None, None, None, None),
+        ] {
             let (samples, at_work, linger_ms) = (f64::MAX, false, grace_ms);
-            survives(&Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish });
+            survives(&Call::Enter { samples, at_work, grace_ms, at_least, linger_ms, terms, wish, new });
         }
         survives(&Call::Gather { round: u64::MAX });
         survives(&Call::Goodbye { parting: Parting::Finished });
@@ -202,7 +205,9 @@ mod tests {
         });
         survives(&Reply::Status { json: "{}".into() });
         let (round, share, members) = (u64::MAX, 1.0 / 3.0, u32::MAX);
-        survives(&Reply::Entered { round, share, members, at_work: 2, agreed: false });
+        for new_share in [None, Some(1.0 / 3.0)] {
+            survives(&Reply::Entered { round, share, members, at_work: 2, agreed: false, new_share });
+        }
         survives(&Reply::Gathered { missing: 1, version: 1 << 40 });
         survives(&Heartbeat { progress: u64::MAX });
         survives(&Event::Finished { reason: FINISHED_BUDGET.into() });

@@ -54,7 +54,7 @@ fn a_round_closes_when_all_have_entered_and_each_has_its_share() {
     assert_eq!(rounds.enters(1, work(30.0), now), None);
     assert_eq!(rounds.enters(2, Entry { at_work: false, ..work(0.0) }, now), None);
     assert_eq!(rounds.status().open_entrants, 2);
-    let part = |share| Part { round: 2, share, members: 3, at_work: 2, agreed: true };
+    let part = |share| Part { round: 2, share, members: 3, at_work: 2, agreed: true, new_share: None };
     assert_eq!(rounds.enters(3, work(10.0), now), Some(part(0.25)));
     assert_eq!(rounds.enters(1, work(30.0), now), Some(part(0.75)));
     assert_eq!(rounds.enters(2, work(0.0), now), Some(part(0.0)));
@@ -75,11 +75,32 @@ fn where_nobody_has_samples_every_share_is_zero_and_many_are_not_too_many() {
 }
 
 #[test]
+fn what_is_new_has_a_share_of_its_own_where_all_say_the_same_of_it() {
+    let now = Instant::now();
+    let new = |samples, of| Some(New { samples, of });
+    let meet = |first: (f64, Option<New>), second: (f64, Option<New>)| {
+        let mut rounds = rounds(&[1, 2], now);
+        rounds.enters(1, Entry { new: first.1, ..work(first.0) }, now);
+        let part = rounds.enters(2, Entry { new: second.1, ..work(second.0) }, now).unwrap();
+        let other = rounds.enters(1, work(0.0), now).unwrap();
+        [(other.share, other.new_share), (part.share, part.new_share)]
+    };
+    // The first has trained nothing since its round before, and what is new all the same.
+    assert_eq!(meet((0.0, new(30.0, 7)), (20.0, new(10.0, 7))), [(0.0, Some(0.75)), (1.0, Some(0.25))]);
+    assert_eq!(meet((6.0, new(0.0, 7)), (2.0, new(0.0, 7))), [(0.75, Some(0.0)), (0.25, Some(0.0))]);
+    assert_eq!(meet((6.0, new(f64::MAX, 7)), (2.0, new(f64::MAX, 7)))[0], (0.75, Some(0.5)));
+    for second in [None, new(10.0, 8)] {
+        assert_eq!(meet((30.0, new(30.0, 7)), (10.0, second)), [(0.75, None), (0.25, None)]);
+    }
+}
+
+#[test]
 fn who_comes_first_is_alone_and_who_comes_then_is_waited_for() {
     let (mut rounds, now) = (Rounds::default(), Instant::now());
     assert!(!rounds.has_members());
     let alone = rounds.enters(1, work(4.0), now).unwrap();
-    assert_eq!(alone, Part { round: 1, share: 1.0, members: 1, at_work: 1, agreed: true });
+    let (agreed, new_share) = (true, None);
+    assert_eq!(alone, Part { round: 1, share: 1.0, members: 1, at_work: 1, agreed, new_share });
     assert_eq!(rounds.enters(2, work(1.0), now), None, "the first is at work");
     assert_eq!(rounds.gathers(1, 1), Some(0));
     assert_eq!(rounds.enters(1, work(1.0), now).map(|part| (part.round, part.members)), Some((2, 2)));
@@ -253,7 +274,8 @@ fn those_of_the_life_before_are_waited_for_by_who_is_at_work_once_for_a_moment_a
     rounds.tick(begun + seconds(69));
     assert_eq!(rounds.status().closed, 0, "the server stood still");
     rounds.tick(begun + seconds(70));
-    let part = Part { round: 1, share: 1.0, members: 1, at_work: 1, agreed: false };
+    let (agreed, new_share) = (false, None);
+    let part = Part { round: 1, share: 1.0, members: 1, at_work: 1, agreed, new_share };
     assert_eq!(rounds.enters(3, work(1.0), begun + seconds(70)), Some(part));
     rounds.gathers(3, 1);
     let later = begun + seconds(71);
@@ -319,7 +341,7 @@ fn terms_change_after_a_round_in_which_all_who_are_there_wished_for_it() {
     let late = now + seconds(2);
     assert_eq!(
         rounds.enters(1, Entry { grace: Some(seconds(1)), ..by("mean", Some("median")) }, late).unwrap(),
-        Part { round: 3, share: 1.0, members: 1, at_work: 1, agreed: false }
+        Part { round: 3, share: 1.0, members: 1, at_work: 1, agreed: false, new_share: None }
     );
     rounds.gathers(1, 3);
     assert_eq!(rounds.enters(2, by("mean", Some("median")), now), None);
@@ -360,7 +382,7 @@ fn who_was_away_when_what_it_wishes_for_came_into_force_has_it_from_a_round_to_w
         assert_eq!(rounds.gathers(1, 3), Some(u64::from(was_in)));
         assert_eq!(rounds.enter(2, by("mean", Some("mode")), now), Err(OtherTerms("median".into())));
         assert_eq!(rounds.enters(2, changes(), now), None, "the other one is at work");
-        let part = |share| Part { round: 4, share, members: 2, at_work: 2, agreed: true };
+        let part = |share| Part { round: 4, share, members: 2, at_work: 2, agreed: true, new_share: None };
         assert_eq!(rounds.enters(1, by("median", None), now), Some(part(1.0)));
         assert_eq!(rounds.enters(2, changes(), now), Some(part(0.0)));
         rounds.gathers(1, 4);
@@ -591,13 +613,18 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     let samples = prop_oneof![Just(0.0), 0.0..1e6_f64, Just(f64::MAX), Just(5e-324)];
     let grace = prop::option::of((0..5_u64).prop_map(seconds));
     let linger = prop::option::of(prop_oneof![Just(LINGER), Just(seconds(2))]);
-    let entry = (samples, any::<bool>(), grace, linger).prop_map(|(samples, at_work, grace, linger)| Entry {
-        samples,
-        at_work,
-        grace,
-        linger,
-        ..Entry::default()
-    });
+    let new = prop::option::weighted(0.8, (samples.clone(), prop_oneof![9 => Just(1), 1 => Just(2)]));
+    let entry =
+        (samples, any::<bool>(), grace, linger, new).prop_map(|(samples, at_work, grace, linger, new)| {
+            Entry {
+                samples,
+                at_work,
+                grace,
+                linger,
+                new: new.map(|(samples, of)| New { samples, of }),
+                ..Entry::default()
+            }
+        });
     let act = prop_oneof![
         6 => (member(), entry).prop_map(|(member, entry)| Act::Enter(member, entry)),
         5 => member().prop_map(Act::Gather),
@@ -734,17 +761,25 @@ impl Seen {
                 self.ended = None;
                 self.last_round += 1;
                 let at_work = answers.iter().filter(|(_, entry, _)| entry.at_work).count();
-                let mut sum = 0.0;
+                let (mut sum, mut sum_new) = (0.0, 0.0);
+                let of: BTreeSet<_> =
+                    answers.iter().map(|(_, entry, _)| entry.new.map(|new| new.of)).collect();
+                let says_same = of.len() == 1 && !of.contains(&None);
                 for (member, entry, part) in &answers {
                     let part = part.unwrap();
                     assert_eq!(part.round, self.last_round);
                     assert_eq!((part.members as usize, part.at_work as usize), (answers.len(), at_work));
                     assert!((0.0..=1.0).contains(&part.share) && (entry.samples > 0.0 || part.share == 0.0));
                     sum += part.share;
+                    assert_eq!(part.new_share.is_some(), says_same);
+                    sum_new += part.new_share.unwrap_or(0.0);
                     assert_eq!(self.working.insert(*member, part), None, "in two rounds");
                 }
                 let has_samples = answers.iter().any(|(_, entry, _)| entry.samples > 0.0);
-                assert!((sum - f64::from(u8::from(has_samples))).abs() < 1e-12, "{sum}");
+                let has_new = says_same && answers.iter().any(|(_, e, _)| e.new.unwrap().samples > 0.0);
+                for (sum, is_any) in [(sum, has_samples), (sum_new, has_new)] {
+                    assert!((sum - f64::from(u8::from(is_any))).abs() < 1e-12, "{sum}");
+                }
             }
         }
         // Over is a round when nobody's push is to come; how many are missing is told to all alike.
