@@ -201,8 +201,42 @@ fn what_a_server_goes_on_from_is_trained() {
     let again = Server::start(place.config()).unwrap();
     let (mut raw, _) = Raw::joined(&again, "a");
     assert_eq!(begin(&mut raw, Replaces::Untrained), Reply::Init { taken: false });
-    assert_eq!(begin(&mut raw, at(100)), Reply::Init { taken: false });
     assert_all(&again, 0.0);
+}
+
+#[test]
+fn a_server_that_was_started_again_gives_way_to_who_has_all_that_its_checkpoint_has() {
+    let place = Place::new();
+    let server = start(place.config());
+    let mut own = Steps::of(&server, "own");
+    own.push(1.0);
+    own.push(1.0);
+    server.stop();
+    let of_second_life = Replaces::At { term: FIRST_TERM + 1, version: 2 };
+    for (replaces, has_push, taken) in [
+        (at(1), false, false),         // another has pushed since
+        (of_second_life, false, true), // it was here in this life
+        (at(2), false, true),
+        (at(9), false, true), // seven were lost with the server, and it has them
+        (at(9), true, false),
+        (Replaces::At { term: 0, version: 9 }, false, false),
+        (Replaces::Untrained, false, false),
+    ] {
+        let copy = Place::new();
+        common::kept::copy_files(&place.0, &copy.0);
+        let again = Server::start(copy.config()).unwrap();
+        if has_push {
+            Steps::of(&again, "other").push(1.0);
+        }
+        let (mut raw, _) = Raw::joined(&again, "a");
+        assert_eq!(begin(&mut raw, replaces), Reply::Init { taken }, "{replaces:?}, {has_push}");
+        if taken {
+            assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken });
+            assert_all(&again, 7.0);
+            let (mut raw, _) = Raw::joined(&again, "b");
+            assert_eq!(begin(&mut raw, at(9)), Reply::Init { taken: false }, "it has given way to another");
+        }
+    }
 }
 
 #[test]

@@ -106,6 +106,14 @@ pub(super) fn gives_way(model: &Model, at: (u64, u64), replaces: Option<Replaces
         None => false,
         // Relaxed: it changes under `whole`, and is asked there once more.
         Some(Replaces::Untrained) => model.is_initial.load(Ordering::Relaxed) && at.1 == 0,
-        Some(Replaces::At { term, version }) => at == (term, version),
+        // What a checkpoint of that term has, who had that version has too.
+        Some(Replaces::At { term, version }) => {
+            at == (term, version)
+                || model.resumed.is_some_and(|resumed| {
+                    at == (resumed.term, resumed.version)
+                        && resumed.from_term == term
+                        && resumed.version <= version
+                })
+        }
     }
 }

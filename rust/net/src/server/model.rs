@@ -25,6 +25,19 @@ pub(super) struct Model {
     pub(super) whole: Mutex<()>,
     /// The server's owner began with it, and nobody has put other values there since.
     pub(super) is_initial: AtomicBool,
+    /// `None`: it began in this life of the server.
+    pub(super) resumed: Option<ResumedAt>,
+}
+
+/// Where a model goes on from a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ResumedAt {
+    /// Of the checkpoint: the life in which its values were made.
+    pub(super) from_term: u64,
+    /// Of this life's first term.
+    pub(super) term: u64,
+    /// Of the checkpoint, and so of the model until a push comes.
+    pub(super) version: u64,
 }
 
 impl Model {
@@ -128,6 +141,7 @@ impl ModelSlot {
         store: Arc<Store>,
         blueprint: Option<String>,
         run: Option<RunSpec>,
+        resumed: Option<ResumedAt>,
     ) -> Result<&Arc<Model>, ServerError> {
         let staging = Staging::new(config, store.layout())?;
         if let Some(run) = run {
@@ -135,7 +149,7 @@ impl ModelSlot {
         }
         let model = self.model.get_or_init(|| {
             let (whole, is_initial) = (Mutex::new(()), AtomicBool::new(false));
-            Arc::new(Model { store, blueprint, staging, whole, is_initial })
+            Arc::new(Model { store, blueprint, staging, whole, is_initial, resumed })
         });
         self.ready.send_replace(true);
         Ok(model)

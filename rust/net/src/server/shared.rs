@@ -7,7 +7,7 @@ use super::config::{Ending, Resume, ServerConfig};
 use super::connection::Connection;
 use super::error::ServerError;
 use super::membership::{Ended, Members};
-use super::model::{Model, ModelSlot};
+use super::model::{Model, ModelSlot, ResumedAt};
 use super::rounds::{Entry, OtherTerms, Part, Rounds, RoundsStatus};
 use super::run::Agreement;
 use super::snapshot::Snapshot;
@@ -339,7 +339,7 @@ impl Shared {
         // Before the lock, which everybody who joins takes: it copies all values.
         let store = ModelSlot::store(&self.config, self.first_term, snapshot, blueprint.as_deref())?;
         let agreement = self.agreement();
-        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec())?;
+        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec(), None)?;
         drop(agreement);
         Self::announce(model);
         Ok(model)
@@ -360,13 +360,14 @@ impl Shared {
 
     /// Goes on from a checkpoint, with what has been agreed on then.
     pub(super) fn resume(&self, resumed: Resumed) -> Result<(), ServerError> {
-        let Resumed { path, run, store, workers, roster } = resumed;
+        let Resumed { path, run, store, from_term, workers, roster } = resumed;
         let (term, version) = (store.term(), store.version());
+        let at = ResumedAt { from_term, term, version };
         let mut agreement = self.agreement();
         agreement.resume(run.agreed)?;
         let blueprint = self.config.blueprint.clone().or(run.blueprint);
         let before = store.run();
-        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec())?;
+        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec(), Some(at))?;
         drop(agreement);
         for (id, key, state) in workers {
             self.members().expect(&id, key, state, Instant::now());

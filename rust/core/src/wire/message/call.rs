@@ -73,7 +73,8 @@ pub enum Call {
 pub enum Replaces {
     /// The one that the server's owner began with, as long as it is that.
     Untrained,
-    /// The one of this term and version: what was in it is in mine.
+    /// The one of this term and version: what was in it is in mine. Or the one that a server goes on from which was started
+    /// again, if its checkpoint was of that term, and no newer: as long as nobody has pushed there.
     At { term: u64, version: u64 },
 }
 
