@@ -64,12 +64,12 @@ def first_goes_on(
     return First(int(what)), run
 
 
-def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:
+def first_brings(workshop: Workshop, bring: Callable[[], tuple[bool, float]]) -> tuple[bool, float]:
     """Let the first member bring to a server what all have made in a process group; the others wait for that.
 
     Args:
         workshop: This member's.
-        bring: Joins the server, and tells whether its model is this one now.
+        bring: Joins the server, and tells whether its model is this one now, and by a number at which.
 
     Returns:
         What it told.
@@ -81,14 +81,14 @@ def first_brings(workshop: Workshop, bring: Callable[[], bool]) -> bool:
     group = _group(workshop)
     if group is None:
         return bring()
-    told, _ = _told_by_first(
+    told, run = _told_by_first(
         workshop,
         group,
-        lambda: (bring(), 0.0),
+        bring,
         of="what is brought to the server",
         failed="bring to the server what all have made in their process group",
     )
-    return bool(told)
+    return bool(told), run
 
 
 def _told_by_first(

@@ -1,26 +1,22 @@
 """What passes from one strategy to the next, and what the next may begin without."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from offbeat import log
 from offbeat.averaging.methods import Method
-from offbeat.errors import OffbeatError
 from offbeat.local.buffers import write
 from offbeat.local.group import digest
-from offbeat.process import cause_of
+from offbeat.trainer.away import Away
 from offbeat.trainer.first import First, first_brings, first_goes_on
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, shown_kind
 from offbeat.trainer.strategies import Strategy, Workshop
-
-if TYPE_CHECKING:
-    from offbeat.client import Client
 
 __all__ = ["Handover"]
 
@@ -33,11 +29,14 @@ class _Unbrought:
         by: The strategy that it was trained by, as it is shown.
         how: "alone"; "together" with the members of a process group; "served": with those at a server.
         is_due: The members are to bring it, if what begins is at a server.
+        run: By a number, the server that the first member has brought it to, where this one is still to join;
+            0: to none.
     """
 
     by: str
     how: Literal["alone", "together", "served"]
     is_due: bool = False
+    run: float = 0.0
 
 
 _MISSING = {
@@ -74,8 +73,8 @@ class Handover:
         self._unbrought: _Unbrought | None = None  # None once a strategy has begun, for all is in that
         self._left: Left | None = None  # the newest server, with this
         self._has_left = False  # a server by `close`, without what others had still to push to it
-        self._num_away = 0  # batches, since it was kept
-        self._place: Client | None = None  # at a server, as long as this member is to come back to it
+        self._name: str | None = None  # there
+        self._place: Away | None = None  # there, as long as this member is to come back
 
     def come_from_server(self, strategy: Strategy | None, was: Kind | None, kind: Kind, epoch: int) -> bool:
         """Where members come from a server to a process group: wait until all have pushed, and pull.
@@ -113,30 +112,29 @@ class Handover:
             log.warn(f"epoch {epoch}: {_named(kind)} goes on from {_MISSING[first]}")
         return first != First.ITS_OWN
 
-    def leave(
-        self, strategy: Strategy | None, kind: Kind | None, *, has_all: bool, comes_back: bool = False
-    ) -> None:
+    def leave(self, strategy: Strategy | None, kind: Kind | None, *, has_all: bool) -> None:
         """Note what the next strategy may begin without, as one is left for it.
 
         Args:
             strategy: That is left, and has settled; None: it was left before.
             kind: Which it is.
             has_all: The next has what was trained, as `come_from_server` tells.
-            comes_back: To a server, if this is at one, which is to be there still.
         """
-        if comes_back and isinstance(strategy, Served):
-            self._place, self._num_away = strategy.stay(), 0
         if strategy is not None:
             self._note(strategy, kind, is_closed=False)
         if has_all:
             self._unbrought = None
 
-    def note_batch(self) -> None:
-        """Tell the server, where a place is kept there, that its member gets on."""
-        if self._place is not None:
-            self._num_away += 1
-            with suppress(OffbeatError):  # one that is lost is told of when this comes back
-                self._place.set_progress(self._num_away)
+    def keep_place(self) -> None:
+        """Keep a place at the server that was left, if there was one, as members come back to it."""
+        if self._place is None and self._left is not None:
+            self._place = Away(self._workshop.places, self._name, self._left.run)
+
+    def give_place_up(self, failure: BaseException | None = None) -> None:
+        """Keep none any more; `failure`: by which this member ends, if it does."""
+        place, self._place = self._place, None
+        if place is not None:
+            place.end(failure)
 
     def close(self, strategy: Strategy | None, kind: Kind | None, failure: BaseException | None) -> None:
         """Note what the next strategy may begin without, where this one ends without the others.
@@ -146,7 +144,7 @@ class Handover:
             kind: Which it is.
             failure: By which.
         """
-        self._give_place_up(failure)
+        self.give_place_up(failure)
         if isinstance(strategy, Served):
             self._has_left = self._has_left or self.has_begun
         if strategy is not None or self.has_begun:  # what a state has may not be made again, and was trained
@@ -197,6 +195,7 @@ class Handover:
         left = self._left_by(strategy)
         return {
             "left": None if left is None else list(left),
+            "name": self._name,
             "has_left": self._has_left,
             "has_begun": self.has_begun,
             "unbrought": None if self._unbrought is None else asdict(self._unbrought),
@@ -205,16 +204,19 @@ class Handover:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take it over; None: of an older state, in which whatever was at work had begun."""
         if state is None:
-            state = {"left": None, "has_left": False, "has_begun": True, "unbrought": None}
+            state = {"left": None, "name": None, "has_left": False, "has_begun": True, "unbrought": None}
         unbrought = state["unbrought"]
         self._unbrought = None if unbrought is None else _Unbrought(**unbrought)
         self._left, self._has_left = Left.of(state["left"]), state["has_left"]
+        self._name = state["name"]
         self.has_begun = state["has_begun"]
 
     # ------------------------------------------------------------------ inside
 
     def _note(self, strategy: Strategy | None, kind: Kind | None, *, is_closed: bool) -> None:
         self._left = self._left_by(strategy)
+        if isinstance(strategy, Served):
+            self._name = strategy.name
         unbrought = self._unbrought
         if self.has_begun and kind is not None:
             if kind == "local":
@@ -234,27 +236,28 @@ class Handover:
             left = self._left_by(strategy)
             if self._unbrought is not None and self._unbrought.is_due:
                 own, values = strategy, self._copies() if before is None else before
-                is_brought = first_brings(self._workshop, lambda: own.hand_over(left, values))
-                self._unbrought = None if is_brought else replace(self._unbrought, is_due=False)
-                self._left = None if is_brought else self._left  # what was there before is of no account now
+
+                def bring() -> tuple[bool, float]:
+                    self.give_place_up()
+                    return own.hand_over(left, values), _number(own.left)
+
+                is_taken, run = first_brings(self._workshop, bring)
+                self._unbrought = replace(self._unbrought, is_due=False, run=run if is_taken else 0.0)
+                self._left = None if is_taken else self._left  # what was there before is of no account now
+            self.give_place_up()  # not before: the first one is there, whom the others wait for
         strategy.begin()
-        if isinstance(strategy, Served) and left is not None and not is_brought:
-            now = strategy.left
-            strategy.may_lack |= now is not None and (now.run != left.run or now.version < left.version)
-        if before is not None and (text := self._lost(strategy, kind, left)) is not None:
+        if isinstance(strategy, Served):
+            now, unbrought = strategy.left, self._unbrought
+            # Also where this one has come to it later than the first.
+            is_brought = unbrought is not None and unbrought.run != 0 and unbrought.run == _number(now)
+            if left is not None and now is not None and not is_brought:
+                strategy.may_lack |= now.run != left.run or now.version < left.version
+        text = None if is_brought else self._lost(strategy, kind, left)
+        if before is not None and text is not None:
             own_parameters = before[: len(list(self._workshop.model.parameters()))]
             if not all(map(torch.equal, own_parameters, self._workshop.model.parameters())):
                 log.warn(f"epoch {epoch}: {text}")
         self.has_begun, self._unbrought, self._has_left = True, None, False
-        if isinstance(strategy, Served):
-            self._give_place_up(None)
-
-    def _give_place_up(self, failure: BaseException | None) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            cause = None if failure is None else cause_of(failure)
-            with suppress(OffbeatError):  # the server may have gone, and needs no goodbye then
-                place.close(finished=failure is None, cause=cause)
 
     def _comes_again(self, strategy: Strategy) -> bool:
         """Tell whether it is about to join a server, and members were at one before."""

@@ -6,14 +6,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from offbeat import log, trained_by
-from offbeat.client import Client
+from offbeat import trained_by
 from offbeat.errors import (
     ClosedError,
     ConnectError,
     ConnectionLostError,
     ForkedError,
-    OffbeatError,
     ServerClosedError,
     StateError,
 )
@@ -44,10 +42,6 @@ BRING_AGAIN = (
     "members, which brings it there"
 )
 """What to do where it is lost while the first member brings it what all have made."""
-
-
-STAY_S = 10.0
-"""For how long a server is tried to be reached that was just there."""
 
 
 class Left(NamedTuple):
@@ -212,6 +206,11 @@ class Served(Strategy):
         return True
 
     @property
+    def name(self) -> str | None:
+        """What the server calls it, or called it; None where it has no name yet."""
+        return self._worker_id if self.worker is None else self.worker.id
+
+    @property
     def left(self) -> Left | None:
         """Where this member is, as it leaves, or was as it left; None where it never joined."""
         worker = self.worker
@@ -227,24 +226,6 @@ class Served(Strategy):
             return
         self._leave()
         super().follow(sync)
-
-    def stay(self) -> Client | None:
-        """Join once more, to be there while this worker is away: a server that all have left ends by itself.
-
-        Returns:
-            That place, to be closed; None where there is none, which is told.
-        """
-        if self.worker is None:
-            return None
-        places = self.workshop.places
-        try:
-            return Client(places.address, f"{self.worker.id}-away", places.token, connect_timeout_s=STAY_S)
-        except OffbeatError as error:
-            log.warn(
-                f"no place is kept at the server until this worker comes back ({error}): where all have "
-                f"left, it ends after its linger (10 s), unless it was started with --keep-running"
-            )
-            return None
 
     def close(self, failure: BaseException | None = None) -> None:
         """Say goodbye, and by what."""

@@ -102,15 +102,14 @@ class Stage:
             if strategy is not None:
                 strategy.settle(next_of(kind))
             has_all = self._handover.come_from_server(strategy, self._kind, kind, epoch)
-            comes_back = "parameter_server" in [later for e, later in self.schedule.items() if e > epoch]
-            self._handover.leave(strategy, self._kind, has_all=has_all, comes_back=comes_back)
+            self._handover.leave(strategy, self._kind, has_all=has_all)
             if strategy is not None:
                 self.strategy = None  # what breaks off the rest leaves nothing to settle a second time
                 strategy.close()  # whoever holds it: its group is no use to anybody
                 log.info("epoch %d goes on with strategy %s", epoch, shown_kind(kind))
-                stays_away = kind == "local" or self._workshop.places.need_group([kind])
-                if isinstance(strategy, Served) and strategy.left is not None and stays_away:
-                    log.announce(_leaving(epoch, comes_back=comes_back))
+                if isinstance(strategy, Served) and strategy.left is not None and self._is_away(kind):
+                    log.announce(_leaving(epoch, comes_back=self._comes_back(kind, epoch)))
+            self._keep_place(kind, epoch)
             self._since = epoch
             with self._handover.to(kind, epoch) as begin:
                 strategy = self.strategy = self._made_for(epoch)
@@ -125,7 +124,7 @@ class Stage:
             if isinstance(strategy, Served):
                 with self._handover.to(kind, epoch) as begin:
                     begin(strategy)
-        self._handover.note_batch()
+        self._keep_place(kind, epoch)  # also of one that goes on from a state
         self._epoch = epoch  # not before: where the others were lost on the way, this is in the epoch before
         self.epoch_at_work = epoch
         return strategy
@@ -134,7 +133,23 @@ class Stage:
         """Choose by that from here on."""
         self.schedule = schedule
         self._handover.knows_server |= "parameter_server" in schedule.values()
+        if self._kind is not None and not self._comes_back(self._kind, self._epoch):
+            self._handover.give_place_up()
         self._tell_of_what_comes()
+
+    def _keep_place(self, kind: Kind, epoch: int) -> None:
+        """Keep a place at the server that was left, where members come back to one."""
+        if self._comes_back(kind, epoch):
+            self._handover.keep_place()
+
+    def _is_away(self, kind: Kind) -> bool:
+        """Whether members are at no server by that strategy."""
+        return kind == "local" or self._workshop.places.need_group([kind])
+
+    def _comes_back(self, kind: Kind, epoch: int) -> bool:
+        """Whether a later epoch has a parameter server, and they are at none in this one."""
+        later = [other for begin, other in self.schedule.items() if begin > epoch]
+        return self._is_away(kind) and "parameter_server" in later
 
     def _tell_of_what_comes(self) -> None:
         """Say, once, while members are at a server, what that has to be for what comes later."""
@@ -309,7 +324,7 @@ def _leaving(epoch: int, *, comes_back: bool) -> str:
         f"checkpoints, too: what is trained from here on is in the members' models"
     )
     if comes_back:
-        return text
+        return f"{text}; each keeps its place there until it comes back"
     return (
         f"{text}. Where all have left, a server ends after its linger (10 s), unless it was started by "
         f"offbeat launch or with --keep-running"

@@ -303,7 +303,8 @@ class AsyncWorker(process.Live):
 
         Args:
             since: The term and version of the server's model that this one goes on from: it is to be that
-                still. None: nobody is to have trained what the server's owner gave it.
+                still, or, of a server that was started again, what an earlier one of that term was. None:
+                nobody is to have trained what the server's owner gave it.
 
         Returns:
             Whether it is.

@@ -537,31 +537,3 @@ def test_who_comes_back_to_a_server_that_has_ended_is_told_why_and_what_to_do(se
     assert said.startswith("ConnectError: no server at")
     assert "when a server is there again, call train() in all members, which brings it there" in said
     assert "One that all had left ends after its linger, without --keep-running" in said
-
-
-class WaitsForTheServersEnd:
-    """Trains on in a process group for longer than a server that all have left stays."""
-
-    def __init__(self, server, waiting):
-        self.server, self.waiting, self.states = server, waiting, []
-
-    def on_epoch_end(self, trainer, epoch):
-        if epoch == 1:
-            self.states = {one["id"]: one["state"] for one in self.server.status()["workers"]}
-            self.waiting.join(timeout=3.0)
-
-
-def test_a_server_does_not_end_while_a_member_that_is_to_come_back_averages(serve):
-    server = serve(model(seed=9), linger_s=0.5)
-    waiting = threading.Thread(target=server.wait_for_workers, args=[1])
-    waiting.start()
-    ours, ends = model(), WaitsForTheServersEnd(server, waiting)
-    strategy = {0: "parameter_server", 1: "average", 2: "parameter_server"}
-    with member_of(ours, server.address, strategy, process_group=False, callbacks=ends) as trainer:
-        assert fit(trainer, sgd(ours), epochs=3) == "epochs"
-        assert waiting.is_alive()
-    waiting.join(timeout=60)
-    assert not waiting.is_alive()
-    assert ends.states == {"worker-0": "finished", "worker-0-away": "joined"}
-    states = {one["id"]: one["state"] for one in server.status()["workers"]}
-    assert states["worker-0-away"] == "finished"

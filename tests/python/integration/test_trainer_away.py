@@ -1,0 +1,314 @@
+"""Members that train otherwise, and come back to a server: it is there still, and has their model."""
+
+import copy
+import functools
+import gc
+import threading
+from contextlib import ExitStack, suppress
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+import offbeat
+from offbeat.errors import ClosedError, ConnectError, OffbeatError
+from offbeat.trainer import served
+from support.averaging import warned
+from support.fault_proxy import FaultProxy
+from support.group import together
+from support.ports import free_port
+from support.trainer_group import LOSS, data_of, member_of, model, values_of
+from support.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+AWAY = {0: "parameter_server", 1: "average", 3: "parameter_server"}
+LINGER_S = 0.5
+SOON_S = 1.5
+"""In which a server would end that all have left."""
+
+
+def fit(trainer, live, rank=0, **settings):
+    return trainer.train(
+        dataloader=data_of(rank), optimizer=live, loss_fn=LOSS, progress=False, **settings
+    ).stopped
+
+
+def sgd(trained):
+    return torch.optim.SGD(trained.parameters(), lr=0.05)
+
+
+def equal(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def states_of(server):
+    return {worker["id"]: worker["state"] for worker in server.status()["workers"]}
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "offbeat-away"]
+
+
+class After:
+    """Does something as an epoch ends."""
+
+    def __init__(self, epoch, do):
+        self.epoch, self.do = epoch, do
+
+    def on_epoch_end(self, trainer, epoch):
+        if epoch == self.epoch:
+            self.do(trainer)
+
+
+class Waiting:
+    """Waits for a server's end, on a thread."""
+
+    def __init__(self, server, num=1):
+        self.thread = threading.Thread(target=self._wait, args=[server, num], daemon=True)
+        self.thread.start()
+
+    def _wait(self, server, num):
+        with suppress(ClosedError):  # a test's end
+            server.wait_for_workers(num)
+
+    def is_over(self, timeout_s):
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+
+@pytest.mark.parametrize("worker_id", [None, "home", "x" * 128])
+def test_a_server_does_not_end_while_a_member_averages_that_is_to_come_back(worker_id, serve):
+    server = serve(model(seed=9), linger_s=LINGER_S)
+    waiting, found = Waiting(server), []
+
+    def look(trainer):
+        found.extend([waiting.is_over(SOON_S), states_of(server)])
+
+    ours, name = model(), worker_id or "worker-0"
+    with member_of(
+        ours, server.address, AWAY, process_group=False, worker_id=worker_id, callbacks=After(1, look)
+    ) as trainer:
+        assert fit(trainer, sgd(ours), epochs=4) == "epochs"
+        assert threads() == []
+        assert not waiting.is_over(0)
+    assert waiting.is_over(60)
+    assert found == [False, {name: "joined"}]
+    assert set(states_of(server).values()) == {"finished"}
+
+
+def test_who_is_away_is_no_other_for_whom_a_server_waits(serve):
+    server = serve(model(seed=9), linger_s=LINGER_S)
+    waiting, ours = Waiting(server, 2), model()
+    strategy = {0: "parameter_server", 1: "local", 2: "parameter_server"}
+    with member_of(ours, server.address, strategy, worker_id="a") as trainer:
+        fit(trainer, sgd(ours), epochs=3)
+    assert not waiting.is_over(SOON_S)
+    assert states_of(server) == {"a": "finished"}
+
+
+def test_a_place_is_there_again_after_its_connection_broke(serve):
+    server = serve(model(seed=9), linger_s=LINGER_S, rejoin_grace_s=60)
+    ours = model()
+    with FaultProxy(server.address) as proxy:
+
+        def cut(trainer):
+            wait_for(lambda: states_of(server) == {"a": "joined"})
+            before = proxy.counts["connections"]
+            proxy.cut()
+            proxy.wait_for("connections", before + 1)
+            wait_for(lambda: states_of(server) == {"a": "joined"})
+
+        with member_of(
+            ours, proxy.address, AWAY, process_group=False, worker_id="a", callbacks=After(1, cut)
+        ) as trainer:
+            assert fit(trainer, sgd(ours), epochs=4) == "epochs"
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_a_server_that_is_started_again_meanwhile_has_the_place_and_takes_what_was_made(is_killed, tmp_path):
+    """Also where it goes on from a checkpoint of before members left: they have what was in it."""
+    port, ours = free_port(), model()
+    live = sgd(ours)
+    with ExitStack() as stack:
+
+        def start(folder):
+            server = offbeat.ParameterServer(
+                model(seed=9), port=port, checkpoint_dir=folder, checkpoint_frequency="1h", linger_s=LINGER_S
+            )
+            server.start()
+            stack.callback(server.stop)
+            return server
+
+        servers = [start(tmp_path / "kept")]
+
+        def start_again(trainer):
+            wait_for(lambda: states_of(servers[0]) == {"a": "joined"})
+            first, version = servers[0], servers[0].status()["version"]
+            if is_killed:  # what is on its disk then is of its start
+                first.stop(restarting=True)
+                newest = max((tmp_path / "kept").glob("checkpoint-*"))
+                newest.rename(tmp_path / "gone")
+            else:
+                first.stop(restarting=True)
+            servers.append(start(tmp_path / "kept"))
+            assert (servers[1].status()["version"] < version) == is_killed
+            wait_for(lambda: states_of(servers[1]).get("a") == "joined")
+
+        def train_no_more(trainer):
+            live.param_groups[0]["lr"] = 0.0
+
+        with (
+            warned() as told,
+            member_of(
+                ours,
+                servers[0].address,
+                AWAY,
+                process_group=False,
+                worker_id="a",
+                callbacks=[After(1, start_again), After(2, train_no_more)],
+            ) as trainer,
+        ):
+            assert fit(trainer, live, epochs=3) == "epochs"
+            made = values_of(ours)
+            assert fit(trainer, live, epochs=1) == "epochs"
+        assert equal(made, [value.numpy() for value in servers[1].state_dict().values()])
+        assert [text for text in told if "is lost" in text] == []
+
+
+def test_no_place_is_kept_in_another_run(serve):
+    port, ours, found = free_port(), model(), []
+    servers = [serve(model(seed=9), port=port)]
+
+    def another(trainer):
+        servers[0].stop()
+        servers.append(serve(model(seed=8), port=port))
+        wait_for(lambda: not threads())
+        found.append(states_of(servers[1]))
+
+    with member_of(
+        ours, servers[0].address, AWAY, process_group=False, worker_id="a", callbacks=After(1, another)
+    ) as trainer:
+        assert fit(trainer, sgd(ours), epochs=2) == "epochs"
+    assert found == [{"a": "left"}]
+
+
+@pytest.mark.parametrize("how", ["set", "closed", "dropped"])
+def test_a_place_is_given_up_by_who_does_not_come_back(how, serve):
+    server = serve(model(seed=9), linger_s=LINGER_S)
+    waiting, ours = Waiting(server), model()
+    live = sgd(ours)
+    trainer = member_of(ours, server.address, AWAY, process_group=False, worker_id="a")
+    fit(trainer, live, epochs=2)
+    assert not waiting.is_over(SOON_S)
+    if how == "set":
+        trainer.strategy = "average"
+        fit(trainer, live)
+    elif how == "closed":
+        trainer.close()
+    else:
+        del trainer
+        gc.collect()
+    assert waiting.is_over(30)
+    assert states_of(server) == {"a": "finished"}
+    wait_for(lambda: not threads())
+
+
+def test_who_ends_by_a_failure_leaves_its_place_by_that(serve):
+    server, ours = serve(model(seed=9)), model()
+
+    def fail(trainer):
+        wait_for(lambda: states_of(server) == {"a": "joined"})
+        raise ValueError("the disk is full")
+
+    with (
+        pytest.raises(ValueError, match="the disk is full"),
+        member_of(
+            ours, server.address, AWAY, process_group=False, worker_id="a", callbacks=After(1, fail)
+        ) as trainer,
+    ):
+        fit(trainer, sgd(ours), epochs=4)
+    assert states_of(server) == {"a": "left"}
+
+
+def test_who_goes_on_from_a_state_has_its_place_again(serve):
+    server = serve(model(seed=9), linger_s=LINGER_S)
+    waiting, found, ours = Waiting(server), [], model()
+    with member_of(ours, server.address, AWAY, process_group=False) as trainer:
+        fit(trainer, sgd(ours), epochs=2)
+        state, weights = copy.deepcopy((trainer.state_dict(), ours.state_dict()))
+
+        def look(trainer):
+            found.extend([waiting.is_over(SOON_S), states_of(server)])
+
+        ours = model()
+        ours.load_state_dict(weights)
+        live = sgd(ours)
+        with member_of(ours, server.address, AWAY, process_group=False, callbacks=After(2, look)) as another:
+            another.load_state_dict(state, optimizer=live)
+            trainer.close()
+            fit(another, live, epochs=2)
+    assert waiting.is_over(30)
+    assert found == [False, {"worker-0": "joined"}]
+
+
+def test_a_copy_of_a_member_that_is_away_has_no_place(serve):
+    server, ours = serve(model(seed=9)), model()
+    strategy = {0: "parameter_server", 1: "local", 2: "parameter_server"}
+    with member_of(ours, server.address, strategy, worker_id="a") as trainer:
+        fit(trainer, sgd(ours), epochs=2)
+        assert len(threads()) == 1
+        copied = copy.deepcopy(trainer)
+        copied.close()
+        assert len(threads()) == 1
+        wait_for(lambda: states_of(server) == {"a": "joined"})
+
+
+def fails(*arguments, **settings):
+    del arguments, settings
+    raise ConnectError("it cannot be reached")
+
+
+def joins_late(rank, ports):
+    """Bring what was made in a group to a server, which the other member cannot join, but the next, or it."""
+    ours = model(seed=rank)
+    live = sgd(ours)
+    servers = [offbeat.ParameterServer(model(seed=9), port=port) for port in set(ports)] if rank == 0 else []
+    for server in servers:
+        server.start()
+    distributed.barrier()
+    address = f"127.0.0.1:{ports[0]}"
+    with warned() as told, ExitStack() as stack:
+        trainer = stack.enter_context(member_of(ours, address, AWAY | {2: "parameter_server"}))
+        assert fit(trainer, live, rank, epochs=2) == "epochs"
+        live.param_groups[0]["lr"] = 0.0
+        if rank:
+            real, served.AsyncWorker = served.AsyncWorker, fails
+            with pytest.raises(OffbeatError, match="cannot be reached"):
+                fit(trainer, live, rank)
+            served.AsyncWorker = real
+        else:
+            fit(trainer, live, rank)
+        distributed.barrier()
+        if rank and ports[0] != ports[1]:
+            served.AsyncWorker = functools.partial(_at, f"127.0.0.1:{ports[1]}")
+        fit(trainer, live, rank)
+        served.AsyncWorker = offbeat.AsyncWorker
+        distributed.barrier()
+    for server in servers:
+        server.stop()
+    return [text for text in told if "is lost" in text], values_of(ours)
+
+
+def _at(address, *arguments, **settings):
+    return offbeat.AsyncWorker(address, *arguments[1:], **settings)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_who_joins_later_than_the_first_has_brought_is_told_where_that_is_not_there(is_other):
+    one = free_port()
+    (told, first), (told_too, second) = together(joins_late, 2, [one, free_port() if is_other else one])
+    assert told == []
+    assert len(told_too) == is_other
+    assert equal(first, second) != is_other
