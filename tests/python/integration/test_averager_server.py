@@ -1195,13 +1195,13 @@ def test_what_was_unfrozen_after_the_last_round_is_brought_too(settings, expecte
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def unfrozen_last(rank, address, settings):
-    """Train a part only after the last round but one began; one member ends as the last begins."""
+def unfrozen_last(rank, address, settings, more):
+    """Train a part only after the last round but one began; one member ends as the last does, or both."""
     trained = nn.Module()
     trained.register_parameter("head", nn.Parameter(torch.zeros(1)))
     trained.register_parameter("body", nn.Parameter(torch.zeros(1), requires_grad=False))
     with at(address, trained, rank, 2, averaging_frequency=10, **settings) as ours:
-        for iteration in range(20 + 3 * rank):
+        for iteration in range(20 + more * rank):
             trained.body.requires_grad_(requires_grad=iteration >= 10)
             with torch.no_grad():
                 for parameter in trained.parameters():
@@ -1210,8 +1210,10 @@ def unfrozen_last(rank, address, settings):
             ours.step(4 + 8 * rank)
             if iteration == 9:
                 ours.state_dict()  # ends the first round: the second would begin later in one member else
+        ours.state_dict()
+        head = trained.head.item()
         ours.flush()
-    return trained.body.item(), trained.head.item()
+    return trained.body.item(), trained.head.item(), head
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -1220,9 +1222,18 @@ def test_what_was_unfrozen_counts_in_one_that_has_trained_nothing_since_its_last
     settings, overlap, server
 ):
     """It has no share in the way of the rest, which the other has gone on alone."""
-    for body, head in together(unfrozen_last, 2, server.address, {**settings, "overlap": overlap}):
+    for body, head, _ in together(unfrozen_last, 2, server.address, {**settings, "overlap": overlap}, 3):
         assert body == pytest.approx((10 * 40 + 39 * 156) / 196, rel=1e-6)
         assert head == pytest.approx(25 + 25 + 9, rel=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("method", [averaging.DiLoCo(), averaging.SlowMo()], ids=["diloco", "slowmo"])
+def test_what_was_unfrozen_makes_no_outer_step_of_the_rest_where_nobody_goes_on(method, overlap, server):
+    settings = {"method": method, "overlap": overlap}
+    for body, head, before in together(unfrozen_last, 2, server.address, settings, 0):
+        assert body == pytest.approx((10 * 40 + 30 * 120) / 160, rel=1e-6)
+        assert head == before
 
 
 def unfrozen_behind(rank, address, others_have_brought):

@@ -75,7 +75,8 @@ pub(super) struct Part {
     pub(super) at_work: u32,
     /// Whether the whole roster was in it, and wished for the same; or what it wished for was in force already.
     pub(super) agreed: bool,
-    /// Of the samples of what is new, where all in the round say the same of it; 0 where nobody has any.
+    /// Of the samples of what is new, where all in the round say the same of it, and somebody has samples at all; 0 where
+    /// nobody has any of these.
     pub(super) new_share: Option<f64>,
 }
 
@@ -484,7 +485,9 @@ impl Rounds {
         // wholes would not add up to 1.
         let of = open.values().next().and_then(|(entry, _)| entry.new).map(|new| new.of);
         let all_say = of.is_some() && open.values().all(|(entry, _)| entry.new.map(|new| new.of) == of);
-        let new = all_say.then(|| Whole::of(open.values().filter_map(|(entry, _)| Some(entry.new?.samples))));
+        // Where nobody has any samples there is no round of the rest, which the push of what is new would make one.
+        let new = (all_say && whole.sum > 0.0)
+            .then(|| Whole::of(open.values().filter_map(|(entry, _)| Some(entry.new?.samples))));
         let round = self.num_closed;
         let entrants = open.into_iter().map(|(incarnation, (entry, _))| {
             // By other terms nobody is in it but who wished for those that are in force.

@@ -74,12 +74,12 @@ pub enum Replaces {
     /// The one that the server's owner began with, as long as it is that.
     Untrained,
     /// The one of this term and version: what was in it is in mine. Or the one that a server goes on from which was started
-    /// again, if its checkpoint was of that term, and no newer: as long as nobody has pushed there.
+    /// again, if its checkpoint was the newest, of that term, and of no newer version: as long as nobody has pushed there.
     At { term: u64, version: u64 },
 }
 
 /// A part of a push that is in a round for the first time: other samples have led to it than to the rest. It has shares of
-/// its own where all who enter the round say the same.
+/// its own where all who enter the round say the same, and somebody has samples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub struct New {

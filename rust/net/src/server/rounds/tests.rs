@@ -88,6 +88,7 @@ fn what_is_new_has_a_share_of_its_own_where_all_say_the_same_of_it() {
     // The first has trained nothing since its round before, and what is new all the same.
     assert_eq!(meet((0.0, new(30.0, 7)), (20.0, new(10.0, 7))), [(0.0, Some(0.75)), (1.0, Some(0.25))]);
     assert_eq!(meet((6.0, new(0.0, 7)), (2.0, new(0.0, 7))), [(0.75, Some(0.0)), (0.25, Some(0.0))]);
+    assert_eq!(meet((0.0, new(6.0, 7)), (0.0, new(2.0, 7))), [(0.0, None); 2], "nobody goes on in it");
     assert_eq!(meet((6.0, new(f64::MAX, 7)), (2.0, new(f64::MAX, 7)))[0], (0.75, Some(0.5)));
     for second in [None, new(10.0, 8)] {
         assert_eq!(meet((30.0, new(30.0, 7)), (10.0, second)), [(0.75, None), (0.25, None)]);
@@ -764,7 +765,8 @@ impl Seen {
                 let (mut sum, mut sum_new) = (0.0, 0.0);
                 let of: BTreeSet<_> =
                     answers.iter().map(|(_, entry, _)| entry.new.map(|new| new.of)).collect();
-                let says_same = of.len() == 1 && !of.contains(&None);
+                let has_samples = answers.iter().any(|(_, entry, _)| entry.samples > 0.0);
+                let says_same = of.len() == 1 && !of.contains(&None) && has_samples;
                 for (member, entry, part) in &answers {
                     let part = part.unwrap();
                     assert_eq!(part.round, self.last_round);
@@ -775,7 +777,6 @@ impl Seen {
                     sum_new += part.new_share.unwrap_or(0.0);
                     assert_eq!(self.working.insert(*member, part), None, "in two rounds");
                 }
-                let has_samples = answers.iter().any(|(_, entry, _)| entry.samples > 0.0);
                 let has_new = says_same && answers.iter().any(|(_, e, _)| e.new.unwrap().samples > 0.0);
                 for (sum, is_any) in [(sum, has_samples), (sum_new, has_new)] {
                     assert!((sum - f64::from(u8::from(is_any))).abs() < 1e-12, "{sum}");
