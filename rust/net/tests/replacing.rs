@@ -240,6 +240,45 @@ fn a_server_that_was_started_again_gives_way_to_who_has_all_that_its_checkpoint_
 }
 
 #[test]
+fn a_model_that_gave_way_once_or_nobody_has_pushed_to_does_so_after_another_start() {
+    let place = Place::new();
+    let server = start(place.config());
+    Steps::of(&server, "own").push(1.0);
+    server.stop();
+    for _ in 0..2 {
+        Server::start(place.config()).unwrap().stop();
+    }
+    let again = Server::start(place.config()).unwrap();
+    let (mut raw, joined) = Raw::joined(&again, "a");
+    assert_eq!(joined.term, FIRST_TERM + 3);
+    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    again.stop();
+    let after = Server::start(place.config()).unwrap();
+    assert_all(&after, 7.0);
+    let (mut raw, _) = Raw::joined(&after, "b");
+    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: false }, "others have brought theirs");
+}
+
+#[test]
+fn a_model_to_which_an_owner_has_gone_back_stays() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    Steps::of(&server, "own").push(1.0);
+    server.stop();
+    let [newest, ..] = place.numbers()[..] else { panic!("there are two") };
+    std::fs::remove_dir_all(place.0.join(format!("checkpoint-{newest:06}"))).unwrap();
+    for _ in 0..2 {
+        let again = Server::start(place.config()).unwrap();
+        assert_all(&again, 0.0);
+        let (mut raw, _) = Raw::joined(&again, "a");
+        assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: false });
+        again.stop();
+    }
+}
+
+#[test]
 fn a_client_brings_them_and_pulls_what_it_has_brought() {
     for (replaces, taken) in [(at(0), true), (Replaces::Untrained, true), (at(0), false)] {
         let server = start(config());

@@ -51,6 +51,10 @@ pub struct RunRecord {
     /// Where the values are those of another version, to which the run was brought back: which one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gone_back_to: Option<u64>,
+    /// The term in which the values were made, where that was another server's, which this one went on from, and nobody has
+    /// pushed or put other values there since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from_term: Option<u64>,
 }
 
 /// What its workers have agreed on.

@@ -105,6 +105,12 @@ impl Directory {
         self.returns.push(Return { to, term });
     }
 
+    /// Whether newer ones than this were saved here, and are gone or damaged.
+    #[must_use]
+    pub fn lacks_newer_than(&self, checkpoint: &Checkpoint) -> bool {
+        checkpoint.mark().number < self.lives.last_saved()
+    }
+
     /// Writes a checkpoint, and returns its folder when it is on the disk; then those that are
     /// [not kept](super::KEPT) are removed.
     ///
@@ -116,7 +122,8 @@ impl Directory {
         state: StoreState,
         run: RunRecord,
     ) -> Result<PathBuf, DirectoryError> {
-        let folder = self.path.join(folder::name(folder::next_number(&self.path)?));
+        let number = folder::next_number(&self.path)?;
+        let folder = self.path.join(folder::name(number));
         let new = self.path.join(NEW);
         let draft = Draft::new(store.table(), store.layout(), state);
         let draft = draft.map_err(DirectoryError::checkpoint(&folder))?;
@@ -127,6 +134,9 @@ impl Directory {
                 |left: &DirectoryError| tracing::warn!(error = %left, "an unfinished checkpoint is left");
             files::remove(&new).inspect_err(left).ok();
             return Err(error);
+        }
+        if let Err(error) = self.lives.note_saved(number) {
+            tracing::warn!(%error, "it is not noted which checkpoint is the newest");
         }
         if let Err(error) = self.prune(&folder) {
             tracing::warn!(%error, "older checkpoints could not be removed");
@@ -581,7 +591,7 @@ mod tests {
         let (first, second) = (save(&mut directory, &store, 1), save(&mut directory, &store, 2));
         fs::remove_file(second.join(MANIFEST)).unwrap();
         assert_eq!(directory.newest(Ok).unwrap().unwrap().path, first);
-        assert_eq!(place.names(), ["checkpoint-000001", "damaged-checkpoint-000002", "lock"]);
+        assert_eq!(place.names(), ["checkpoint-000001", "damaged-checkpoint-000002", "life.json", "lock"]);
         let second = save(&mut directory, &store, 2);
         assert!(second.ends_with("checkpoint-000003"), "no number is given twice");
         fs::remove_file(second.join(MANIFEST)).unwrap();
@@ -593,7 +603,7 @@ mod tests {
         assert!(told.starts_with("none of the 2 checkpoints in"), "{told}");
         let folder = second.display();
         assert!(told.contains(&format!("{folder}: manifest.json is damaged: it is not there")), "{told}");
-        assert_eq!(place.names().len(), 4, "nothing is set aside, so that the next start says the same");
+        assert_eq!(place.names().len(), 5, "nothing is set aside, so that the next start says the same");
         let model = first.join("model.safetensors");
         let mut bytes = fs::read(&model).unwrap();
         bytes[500] ^= 1;
@@ -765,6 +775,6 @@ mod tests {
         let refused = directory.save(&store, state, RunRecord::default()).unwrap_err().to_string();
         assert!(refused.starts_with("cannot remove"), "{refused}");
         assert_eq!(directory.newest(Ok).unwrap().unwrap().path, first);
-        assert_eq!(place.names(), [".new", "checkpoint-000001", "lock"]);
+        assert_eq!(place.names(), [".new", "checkpoint-000001", "life.json", "lock"]);
     }
 }

@@ -1,5 +1,6 @@
 //! What no two lives of a server may share, so that a worker of one is never taken for a worker of another: terms and
-//! incarnations. They are reserved on the disk before the first of them is used.
+//! incarnations. They are reserved on the disk before the first of them is used. And which checkpoint was saved last: an
+//! owner who goes back moves the newer ones away.
 
 use super::error::DirectoryError;
 use super::files;
@@ -13,13 +14,16 @@ use std::path::{Path, PathBuf};
 pub(super) const LIFE: &str = "life.json";
 /// Incarnations are reserved so many at a time.
 const BLOCK: u32 = 1 << 12;
-/// The file is some 40 bytes long.
+/// The file is some 60 bytes long.
 const MAX_BYTES: u64 = 1024;
 
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct Reserved {
     term: u64,
     last_incarnation: u32,
+    /// Number of the checkpoint that was saved last; 0: none was, or by a build that did not note it.
+    #[serde(default)]
+    saved: u64,
 }
 
 /// The terms and incarnations of a directory's server.
@@ -47,7 +51,7 @@ impl Lives {
     }
 
     /// No life could go on from a checkpoint that says more.
-    fn check(&self, Reserved { term, last_incarnation }: Reserved) -> Result<(), DirectoryError> {
+    fn check(&self, Reserved { term, last_incarnation, .. }: Reserved) -> Result<(), DirectoryError> {
         let what = if term > MOST {
             format!("term {term} is above {MOST}")
         } else if last_incarnation > MOST_INCARNATIONS {
@@ -69,7 +73,7 @@ impl Lives {
     /// Begins a life: its term and its first incarnations are nobody else's any more. The last of these.
     pub(super) fn begin(&mut self, life: Life) -> Result<u32, DirectoryError> {
         let last_incarnation = life.last_incarnation.saturating_add(BLOCK);
-        self.reserve(Reserved { term: life.term, last_incarnation })?;
+        self.reserve(Reserved { term: life.term, last_incarnation, ..self.reserved })?;
         Ok(last_incarnation)
     }
 
@@ -87,10 +91,20 @@ impl Lives {
         self.reserve(Reserved { term: self.reserved.term.max(term), ..self.reserved })
     }
 
+    /// A checkpoint of this number is on the disk, and is the newest.
+    pub(super) fn note_saved(&mut self, number: u64) -> Result<(), DirectoryError> {
+        self.reserve(Reserved { saved: number, ..self.reserved })
+    }
+
+    /// The number of the one that was saved last.
+    pub(super) const fn last_saved(&self) -> u64 {
+        self.reserved.saved
+    }
+
     fn reserve(&mut self, reserved: Reserved) -> Result<(), DirectoryError> {
         self.check(reserved)?;
         let new = self.path.with_extension("new");
-        let text = serde_json::to_vec(&reserved).expect("two numbers have a text");
+        let text = serde_json::to_vec(&reserved).expect("numbers have a text");
         match fs::remove_file(&new) {
             Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
                 return Err(DirectoryError::io("remove", &new)(cause));

@@ -137,8 +137,8 @@ pub(super) struct Resumed {
     pub(super) path: PathBuf,
     pub(super) run: RunRecord,
     pub(super) store: Arc<Store>,
-    /// In which its values were made.
-    pub(super) from_term: u64,
+    /// In which its values were made; `None`: the run's newer ones were taken away, or are damaged.
+    pub(super) from_term: Option<u64>,
     /// Who was in the run, and how it was last known to stand.
     pub(super) workers: Vec<(String, WorkerKey, Standing)>,
     /// Of those that were there, by incarnation: for whom others waited in rounds.
@@ -156,8 +156,9 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
         Resume::Never => None, // what there is is set aside when the life begins
         Resume::Auto | Resume::Must => directory.newest(|checkpoint| {
             let book = &checkpoint.manifest.book;
-            let from_term = book.term;
-            let life = directory.next_life(Life { term: from_term, last_incarnation: book.last_incarnation });
+            let life = directory.next_life(Life { term: book.term, last_incarnation: book.last_incarnation });
+            let made_in = checkpoint.manifest.run.from_term.unwrap_or(book.term);
+            let from_term = (!directory.lacks_newer_than(&checkpoint)).then_some(made_in);
             let (path, run) = (checkpoint.path.clone(), checkpoint.manifest.run.clone());
             let workers = book.workers.iter().map(standing).collect();
             let roster = roster(&book.workers);

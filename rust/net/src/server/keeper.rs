@@ -4,7 +4,7 @@
 use super::checkpoints::{Checkpoints, Occasion};
 use super::cut;
 use super::error::ServerError;
-use super::model::Model;
+use super::model::{Model, ResumedAt};
 use super::shared::Shared;
 use offbeat_core::checkpoint::RunRecord;
 use offbeat_core::store::StoreState;
@@ -120,7 +120,10 @@ fn now(shared: &Shared, checkpoints: &Checkpoints, model: &Model) -> (StoreState
     }
     let (run_id, port, blueprint) = (shared.run_id.clone(), shared.address.port(), model.blueprint.clone());
     let gone_back_to = checkpoints.gone_back_to((state.book.term, state.book.version));
-    (state, RunRecord { run_id, port, blueprint, agreed, gone_back_to })
+    let is_as_resumed =
+        |resumed: &ResumedAt| (resumed.term, resumed.version) == (state.book.term, state.book.version);
+    let from_term = model.resumed.filter(is_as_resumed).map(|resumed| resumed.from_term);
+    (state, RunRecord { run_id, port, blueprint, agreed, gone_back_to, from_term })
 }
 
 #[cfg(test)]

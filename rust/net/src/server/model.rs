@@ -25,7 +25,7 @@ pub(super) struct Model {
     pub(super) whole: Mutex<()>,
     /// The server's owner began with it, and nobody has put other values there since.
     pub(super) is_initial: AtomicBool,
-    /// `None`: it began in this life of the server.
+    /// `None`: it began in this life of the server, or its owner went back to a checkpoint.
     pub(super) resumed: Option<ResumedAt>,
 }
 

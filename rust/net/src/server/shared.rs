@@ -362,12 +362,12 @@ impl Shared {
     pub(super) fn resume(&self, resumed: Resumed) -> Result<(), ServerError> {
         let Resumed { path, run, store, from_term, workers, roster } = resumed;
         let (term, version) = (store.term(), store.version());
-        let at = ResumedAt { from_term, term, version };
+        let at = from_term.map(|from_term| ResumedAt { from_term, term, version });
         let mut agreement = self.agreement();
         agreement.resume(run.agreed)?;
         let blueprint = self.config.blueprint.clone().or(run.blueprint);
         let before = store.run();
-        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec(), Some(at))?;
+        let model = self.model.go_on(&self.config, store, blueprint, agreement.store_spec(), at)?;
         drop(agreement);
         for (id, key, state) in workers {
             self.members().expect(&id, key, state, Instant::now());
