@@ -1,12 +1,23 @@
 """A member's place at a server that it is to come back to, while it trains otherwise."""
 
+import json
+import math
+import os
 import threading
 import weakref
 from contextlib import suppress
 
 from offbeat import log, process
+from offbeat._offbeat import fetch_status
 from offbeat.client import Client
-from offbeat.errors import ClosedError, FencedError, ForkedError, OffbeatError
+from offbeat.errors import (
+    AuthenticationError,
+    ClosedError,
+    FencedError,
+    ForkedError,
+    OffbeatError,
+    StateError,
+)
 from offbeat.trainer.places import Places
 
 __all__ = ["Away"]
@@ -19,6 +30,9 @@ TRY_S = 2.0
 
 END_S = 10.0
 """How long the end of the thread is waited for: it is in a call to a server that is silent else."""
+
+PRESENT = frozenset({"joined", "stalled"})
+"""States of workers that are heard."""
 
 
 class _End:
@@ -62,30 +76,89 @@ class Away:
         """Give none: a copy of a member has no place, and takes one of its own."""
 
 
+class _NotAgain(Exception):  # noqa: N818  it is an end
+    """The place is not to be had any more."""
+
+
+class _NotYet(OffbeatError):  # noqa: N818  it is no end
+    """The place is somebody's, who may be this member's process of before."""
+
+
 def _keep(address: str | None, token: str | None, name: str | None, run: str, end: _End) -> None:
-    client: Client | None = None
+    place = _Place(address, token, name, run)
     is_lost = False
     while True:
         try:
-            if client is None:
-                client = Client(address, name, token, connect_timeout_s=TRY_S, reconnect_timeout_s=TRY_S)
-                name = client.worker_id
-                if client.run_id != run:
-                    client.close(finished=False, cause=f"it is not of run {run!r}, to which it comes back")
-                    return
-            else:
-                client.status()
+            place.use()
             is_lost = False
-        except (ClosedError, FencedError, ForkedError):  # this process ends, or another has the name
+        except _NotAgain as error:
+            log.warn(f"no place is kept at the server until this member comes back: {error}")
+            return
+        except (ClosedError, StateError):  # this process ends: what is open says goodbye by itself
             return
         except OffbeatError as error:
-            client = None
             if not is_lost:
-                log.info(f"the place at the server that this member comes back to is tried again: {error}")
+                log.info("the place at the server that this member comes back to is tried again: %s", error)
             is_lost = True
         if end.has_come.wait(ASK_S):
             break
-    if client is not None:
-        cause = None if end.failure is None else process.cause_of(end.failure)
-        with suppress(OffbeatError):  # it may have gone, and needs no goodbye then
-            client.close(finished=end.failure is None, cause=cause)
+    with suppress(OffbeatError):  # it may have gone, and needs no goodbye then
+        place.close(end.failure)
+
+
+class _Place:
+    """A client in a member's name, which takes it from nobody."""
+
+    def __init__(self, address: str | None, token: str | None, name: str | None, run: str) -> None:
+        self._address, self._token = address, token
+        self._name, self._run = name, run
+        self._incarnation: int | None = None  # the newest of this one's
+        self._client: Client | None = None
+
+    def use(self) -> None:
+        """Ask the server for its status, so that it hears that somebody is there; join before, where none is.
+
+        Raises:
+            _NotAgain: If somebody newer has the name, or there is another run, or other token, by now.
+            OffbeatError: If it is lost; it is joined again the next time, if it is there by then.
+        """
+        try:
+            if self._client is None:
+                self._join()
+            status = self._joined.status()
+        except (AuthenticationError, FencedError, ForkedError) as error:
+            raise _NotAgain(str(error)) from error
+        except (ClosedError, StateError):
+            raise
+        except OffbeatError:
+            self._client = None
+            raise
+        known = {worker["id"]: worker["incarnation"] for worker in status["workers"]}
+        self._incarnation = known.get(self._joined.worker_id)
+
+    def close(self, failure: BaseException | None) -> None:
+        """Say goodbye."""
+        if self._client is not None:
+            cause = None if failure is None else process.cause_of(failure)
+            self._client.close(finished=failure is None, cause=cause)
+
+    @property
+    def _joined(self) -> Client:
+        assert self._client is not None  # noqa: S101  it was made before
+        return self._client
+
+    def _join(self) -> None:
+        """Join, unless that would take a place from somebody: who joins replaces whoever has the name."""
+        address = self._address or os.environ.get("OFFBEAT_SERVER", "")
+        status = json.loads(fetch_status(address, self._token or os.environ.get("OFFBEAT_TOKEN"), TRY_S))
+        if status["run_id"] != self._run:
+            raise _NotAgain(f"its run is {status['run_id']!r}, and members left {self._run!r}")
+        for worker in status["workers"]:
+            if worker["id"] == self._name and self._incarnation is None and worker["state"] in PRESENT:
+                raise _NotYet(f"another is there by the name {self._name!r}")
+            if worker["id"] == self._name and worker["incarnation"] > (self._incarnation or math.inf):
+                raise _NotAgain(f"another has the name {self._name!r} by now")
+        self._client = Client(
+            self._address, self._name, self._token, connect_timeout_s=TRY_S, reconnect_timeout_s=TRY_S
+        )
+        self._name = self._client.worker_id

@@ -204,11 +204,11 @@ class Handover:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take it over; None: of an older state, in which whatever was at work had begun."""
         if state is None:
-            state = {"left": None, "name": None, "has_left": False, "has_begun": True, "unbrought": None}
+            state = {"left": None, "has_left": False, "has_begun": True, "unbrought": None}
         unbrought = state["unbrought"]
         self._unbrought = None if unbrought is None else _Unbrought(**unbrought)
         self._left, self._has_left = Left.of(state["left"]), state["has_left"]
-        self._name = state["name"]
+        self._name = state.get("name")
         self.has_begun = state["has_begun"]
 
     # ------------------------------------------------------------------ inside

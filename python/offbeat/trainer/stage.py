@@ -133,7 +133,7 @@ class Stage:
         """Choose by that from here on."""
         self.schedule = schedule
         self._handover.knows_server |= "parameter_server" in schedule.values()
-        if self._kind is not None and not self._comes_back(self._kind, self._epoch):
+        if "parameter_server" not in (kind_at(schedule, self._epoch), *self._later(self._epoch)):
             self._handover.give_place_up()
         self._tell_of_what_comes()
 
@@ -148,8 +148,10 @@ class Stage:
 
     def _comes_back(self, kind: Kind, epoch: int) -> bool:
         """Whether a later epoch has a parameter server, and they are at none in this one."""
-        later = [other for begin, other in self.schedule.items() if begin > epoch]
-        return self._is_away(kind) and "parameter_server" in later
+        return self._is_away(kind) and "parameter_server" in self._later(epoch)
+
+    def _later(self, epoch: int) -> list[Kind]:
+        return [kind for begin, kind in self.schedule.items() if begin > epoch]
 
     def _tell_of_what_comes(self) -> None:
         """Say, once, while members are at a server, what that has to be for what comes later."""

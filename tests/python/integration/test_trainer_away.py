@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import shutil
 import threading
 from contextlib import ExitStack, suppress
 
@@ -13,7 +14,7 @@ from torch import distributed
 
 import offbeat
 from offbeat.errors import ClosedError, ConnectError, OffbeatError
-from offbeat.trainer import served
+from offbeat.trainer import away, served
 from support.averaging import warned
 from support.fault_proxy import FaultProxy
 from support.group import together
@@ -142,17 +143,14 @@ def test_a_server_that_is_started_again_meanwhile_has_the_place_and_takes_what_w
             return server
 
         servers = [start(tmp_path / "kept")]
+        wait_for(lambda: servers[0].status()["checkpoints"]["version"] == 0)
+        shutil.copytree(tmp_path / "kept", tmp_path / "killed")  # what one has that is killed before another
 
         def start_again(trainer):
             wait_for(lambda: states_of(servers[0]) == {"a": "joined"})
             first, version = servers[0], servers[0].status()["version"]
-            if is_killed:  # what is on its disk then is of its start
-                first.stop(restarting=True)
-                newest = max((tmp_path / "kept").glob("checkpoint-*"))
-                newest.rename(tmp_path / "gone")
-            else:
-                first.stop(restarting=True)
-            servers.append(start(tmp_path / "kept"))
+            first.stop(restarting=True)
+            servers.append(start(tmp_path / ("killed" if is_killed else "kept")))
             assert (servers[1].status()["version"] < version) == is_killed
             wait_for(lambda: states_of(servers[1]).get("a") == "joined")
 
@@ -184,14 +182,57 @@ def test_no_place_is_kept_in_another_run(serve):
     def another(trainer):
         servers[0].stop()
         servers.append(serve(model(seed=8), port=port))
-        wait_for(lambda: not threads())
+        with offbeat.Client(servers[1].address, "a") as newer:
+            wait_for(lambda: not threads())
+            newer.status()
         found.append(states_of(servers[1]))
 
     with member_of(
         ours, servers[0].address, AWAY, process_group=False, worker_id="a", callbacks=After(1, another)
     ) as trainer:
         assert fit(trainer, sgd(ours), epochs=2) == "epochs"
-    assert found == [{"a": "left"}]
+    assert found == [{"a": "finished"}]
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_place_is_taken_from_nobody_who_has_the_name_by_then(is_cut_off, serve, monkeypatch):
+    monkeypatch.setattr(away, "TRY_S", 0.2)
+    monkeypatch.setattr(away, "ASK_S", 0.2)
+    server, ours = serve(model(seed=9)), model()
+    with FaultProxy(server.address) as proxy:
+
+        def another(trainer):
+            wait_for(lambda: states_of(server) == {"a": "joined"})
+            if is_cut_off:
+                proxy.lead_to(f"127.0.0.1:{free_port()}")
+                proxy.cut()
+                proxy.wait_for("unreachable", 20)
+            with offbeat.Client(server.address, "a") as newer:
+                proxy.lead_to(server.address)
+                wait_for(lambda: not threads())
+                newer.status()
+
+        with (
+            warned() as told,
+            member_of(
+                ours, proxy.address, AWAY, process_group=False, worker_id="a", callbacks=After(1, another)
+            ) as trainer,
+        ):
+            assert fit(trainer, sgd(ours), epochs=2) == "epochs"
+    assert len([text for text in told if text.startswith("no place is kept at the server")]) == 1
+
+
+@pytest.mark.parametrize("how", ["set", "alone"])
+def test_a_place_is_kept_until_who_was_set_to_come_back_does(how, serve):
+    server = serve(model(seed=9), linger_s=LINGER_S)
+    waiting, ours = Waiting(server), model()
+    live = sgd(ours)
+    with member_of(ours, server.address, AWAY, process_group=False, worker_id="a") as trainer:
+        fit(trainer, live, epochs=2)
+        trainer.strategy = "parameter_server" if how == "set" else {0: "local", 2: "parameter_server"}
+        assert not waiting.is_over(SOON_S)
+        assert fit(trainer, live) == "epochs"
+    assert waiting.is_over(30)
 
 
 @pytest.mark.parametrize("how", ["set", "closed", "dropped"])

@@ -75,6 +75,11 @@ class FaultProxy:
             done = self._changed.wait_for(lambda: self._counts[name] >= number, timeout_s)
             assert done, f"{name} did not get to {number}: {self._counts}"
 
+    def lead_to(self, server):
+        """Pass later connections on to another address."""
+        host, _, port = server.rpartition(":")
+        self._server = (host.strip("[]"), int(port))
+
     def heal(self):
         """End all that is wrong: what is held goes on, black holes are reset, later connections are calm."""
         self._command(self._heal)
