@@ -4,13 +4,16 @@
 mod common;
 
 use common::kept::{Place, Steps, until_the_first};
-use common::{FRAGMENTS, NEVER, Raw, client, config, floats, parameters, start, status, table, values};
+use common::{
+    FRAGMENTS, NEVER, Raw, client, config, eventually, floats, parameters, start, status, table, values,
+};
 use offbeat_core::pipeline::Reason;
 use offbeat_core::spec::Transaction;
 use offbeat_core::table::{Role, TensorTable};
 use offbeat_core::wire::message::{Call, Event, FIRST_TERM, RefusalCode, Replaces, Reply};
 use offbeat_core::wire::{Header, Kind};
 use offbeat_net::server::{Server, ServerConfig};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 const TRANSACTIONS: [Transaction; 2] = [Transaction::Fragment, Transaction::Model];
@@ -261,21 +264,66 @@ fn a_model_that_gave_way_once_or_nobody_has_pushed_to_does_so_after_another_star
 }
 
 #[test]
-fn a_model_to_which_an_owner_has_gone_back_stays() {
+fn one_that_is_killed_soon_after_another_start_gives_way_to_who_was_there_before_and_after_it() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    server.stop();
+    let num = place.numbers().len();
+    let again = Server::start(place.config()).unwrap();
+    eventually(&again, "its first", |_| place.numbers().len() > num);
+    let killed = Place::new();
+    common::kept::copy_files(&place.0, &killed.0);
+    Steps::of(&again, "own").push(1.0);
+    let of_its_life = Replaces::At { term: FIRST_TERM + 1, version: 1 };
+    let of_none = Replaces::At { term: FIRST_TERM + 2, version: 1 };
+    for (replaces, taken) in [(at(0), true), (of_its_life, true), (of_none, false)] {
+        let copy = Place::new();
+        common::kept::copy_files(&killed.0, &copy.0);
+        let third = Server::start(copy.config()).unwrap();
+        assert_all(&third, 0.0);
+        let (mut raw, _) = Raw::joined(&third, "a");
+        assert_eq!(begin(&mut raw, replaces), Reply::Init { taken }, "{replaces:?}");
+    }
+}
+
+/// A place with two checkpoints, of versions 0 and 1, and the folder of the newer one.
+fn two_checkpoints() -> (Place, PathBuf) {
     let place = Place::new();
     let server = start(place.config());
     until_the_first(&server);
     Steps::of(&server, "own").push(1.0);
     server.stop();
     let [newest, ..] = place.numbers()[..] else { panic!("there are two") };
-    std::fs::remove_dir_all(place.0.join(format!("checkpoint-{newest:06}"))).unwrap();
-    for _ in 0..2 {
+    let newest = place.0.join(format!("checkpoint-{newest:06}"));
+    (place, newest)
+}
+
+#[test]
+fn a_model_to_which_an_owner_has_gone_back_stays() {
+    let (place, newest) = two_checkpoints();
+    let copy = Place::new();
+    let older = "checkpoint-000001";
+    common::kept::copy_files(&place.0.join(older), &copy.0.join(older));
+    std::fs::remove_dir_all(newest).unwrap();
+    for place in [place, copy] {
         let again = Server::start(place.config()).unwrap();
         assert_all(&again, 0.0);
         let (mut raw, _) = Raw::joined(&again, "a");
         assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: false });
-        again.stop();
     }
+}
+
+#[test]
+fn where_the_newest_checkpoint_is_damaged_the_one_before_gives_way() {
+    let (place, newest) = two_checkpoints();
+    std::fs::remove_file(newest.join("manifest.json")).unwrap();
+    let again = Server::start(place.config()).unwrap();
+    assert_all(&again, 0.0);
+    let (mut raw, _) = Raw::joined(&again, "a");
+    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: true });
+    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    assert_all(&again, 7.0);
 }
 
 #[test]

@@ -105,10 +105,21 @@ impl Directory {
         self.returns.push(Return { to, term });
     }
 
-    /// Whether newer ones than this were saved here, and are gone or damaged.
-    #[must_use]
-    pub fn lacks_newer_than(&self, checkpoint: &Checkpoint) -> bool {
-        checkpoint.mark().number < self.lives.last_saved()
+    /// Whether newer ones than this were saved here, and taken away: not where the last of them is damaged. So it is taken
+    /// to be where nobody has noted which is the last, as in a copy.
+    ///
+    /// # Errors
+    /// [`DirectoryError::Io`].
+    pub fn lacks_newer_than(&self, checkpoint: &Checkpoint) -> Result<bool, DirectoryError> {
+        let last = self.lives.last_saved();
+        if last == 0 || checkpoint.mark().number >= last {
+            return Ok(last == 0);
+        }
+        let is_there = |prefix: &str| {
+            let path = self.path.join(format!("{prefix}{}", folder::name(last)));
+            path.try_exists().map_err(DirectoryError::io("look for", &path))
+        };
+        Ok(!(is_there("")? || is_there(DAMAGED)?))
     }
 
     /// Writes a checkpoint, and returns its folder when it is on the disk; then those that are

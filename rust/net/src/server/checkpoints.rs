@@ -11,6 +11,7 @@ use offbeat_core::store::{Attendance, Life, Store, StoreConfig, StoreState, Work
 use offbeat_core::table::TensorTable;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -137,8 +138,8 @@ pub(super) struct Resumed {
     pub(super) path: PathBuf,
     pub(super) run: RunRecord,
     pub(super) store: Arc<Store>,
-    /// In which its values were made; `None`: the run's newer ones were taken away, or are damaged.
-    pub(super) from_term: Option<u64>,
+    /// From that in which its values were made to the checkpoint's; `None`: newer ones were taken away.
+    pub(super) from_terms: Option<RangeInclusive<u64>>,
     /// Who was in the run, and how it was last known to stand.
     pub(super) workers: Vec<(String, WorkerKey, Standing)>,
     /// Of those that were there, by incarnation: for whom others waited in rounds.
@@ -158,12 +159,12 @@ pub(super) fn open(config: &ServerConfig, kept: &CheckpointConfig) -> Result<Ope
             let book = &checkpoint.manifest.book;
             let life = directory.next_life(Life { term: book.term, last_incarnation: book.last_incarnation });
             let made_in = checkpoint.manifest.run.from_term.unwrap_or(book.term);
-            let from_term = (!directory.lacks_newer_than(&checkpoint)).then_some(made_in);
+            let from_terms = (!directory.lacks_newer_than(&checkpoint)?).then_some(made_in..=book.term);
             let (path, run) = (checkpoint.path.clone(), checkpoint.manifest.run.clone());
             let workers = book.workers.iter().map(standing).collect();
             let roster = roster(&book.workers);
             let store = checkpoint.restore(config.store(), life, &Watch::none())?;
-            Ok((life, Resumed { path, run, store, from_term, workers, roster }))
+            Ok((life, Resumed { path, run, store, from_terms, workers, roster }))
         })?,
     };
     let (life, resumed) = match found {

@@ -109,9 +109,9 @@ pub(super) fn gives_way(model: &Model, at: (u64, u64), replaces: Option<Replaces
         // What a checkpoint of that term has, who had that version has too.
         Some(Replaces::At { term, version }) => {
             at == (term, version)
-                || model.resumed.is_some_and(|resumed| {
+                || model.resumed.as_ref().is_some_and(|resumed| {
                     at == (resumed.term, resumed.version)
-                        && resumed.from_term == term
+                        && resumed.from_terms.contains(&term)
                         && resumed.version <= version
                 })
         }

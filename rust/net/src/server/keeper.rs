@@ -121,8 +121,8 @@ fn now(shared: &Shared, checkpoints: &Checkpoints, model: &Model) -> (StoreState
     let (run_id, port, blueprint) = (shared.run_id.clone(), shared.address.port(), model.blueprint.clone());
     let gone_back_to = checkpoints.gone_back_to((state.book.term, state.book.version));
     let is_as_resumed =
-        |resumed: &ResumedAt| (resumed.term, resumed.version) == (state.book.term, state.book.version);
-    let from_term = model.resumed.filter(is_as_resumed).map(|resumed| resumed.from_term);
+        |resumed: &&ResumedAt| (resumed.term, resumed.version) == (state.book.term, state.book.version);
+    let from_term = model.resumed.as_ref().filter(is_as_resumed).map(|resumed| *resumed.from_terms.start());
     (state, RunRecord { run_id, port, blueprint, agreed, gone_back_to, from_term })
 }
 

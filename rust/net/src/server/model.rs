@@ -7,6 +7,7 @@ use offbeat_core::layout::{Layout, Presence};
 use offbeat_core::spec::Transaction;
 use offbeat_core::store::{RunSpec, Store};
 use offbeat_core::wire::message::ModelInfo;
+use std::ops::RangeInclusive;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -30,10 +31,10 @@ pub(super) struct Model {
 }
 
 /// Where a model goes on from a checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ResumedAt {
-    /// Of the checkpoint: the life in which its values were made.
-    pub(super) from_term: u64,
+    /// From the one in which its values were made to the checkpoint's own: nobody has pushed since.
+    pub(super) from_terms: RangeInclusive<u64>,
     /// Of this life's first term.
     pub(super) term: u64,
     /// Of the checkpoint, and so of the model until a push comes.

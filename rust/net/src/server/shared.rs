@@ -360,9 +360,9 @@ impl Shared {
 
     /// Goes on from a checkpoint, with what has been agreed on then.
     pub(super) fn resume(&self, resumed: Resumed) -> Result<(), ServerError> {
-        let Resumed { path, run, store, from_term, workers, roster } = resumed;
+        let Resumed { path, run, store, from_terms, workers, roster } = resumed;
         let (term, version) = (store.term(), store.version());
-        let at = from_term.map(|from_term| ResumedAt { from_term, term, version });
+        let at = from_terms.map(|from_terms| ResumedAt { from_terms, term, version });
         let mut agreement = self.agreement();
         agreement.resume(run.agreed)?;
         let blueprint = self.config.blueprint.clone().or(run.blueprint);

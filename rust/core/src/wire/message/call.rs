@@ -74,7 +74,8 @@ pub enum Replaces {
     /// The one that the server's owner began with, as long as it is that.
     Untrained,
     /// The one of this term and version: what was in it is in mine. Or the one that a server goes on from which was started
-    /// again, if its checkpoint was the newest, of that term, and of no newer version: as long as nobody has pushed there.
+    /// again, if its checkpoint was the newest, of no newer version, and its values were in place in that term: as long as
+    /// nobody has pushed since.
     At { term: u64, version: u64 },
 }
 
