@@ -401,6 +401,11 @@ class Client(process.Live):
         return self._open().run_id
 
     @property
+    def incarnation(self) -> int:
+        """A number that tells this client from any other that had its name, or will have it."""
+        return self._open().incarnation
+
+    @property
     def run(self) -> dict[str, Any]:
         """What is in force in this run: transaction, optimizer, staleness policy, schedule."""
         run: dict[str, Any] = json.loads(self._open().run)

@@ -1,7 +1,6 @@
 """A member's place at a server that it is to come back to, while it trains otherwise."""
 
 import json
-import math
 import os
 import threading
 import weakref
@@ -94,7 +93,7 @@ def _keep(address: str | None, token: str | None, name: str | None, run: str, en
         except _NotAgain as error:
             log.warn(f"no place is kept at the server until this member comes back: {error}")
             return
-        except (ClosedError, StateError):  # this process ends: what is open says goodbye by itself
+        except ClosedError:  # this process ends: what is open says goodbye by itself
             return
         except OffbeatError as error:
             if not is_lost:
@@ -107,34 +106,35 @@ def _keep(address: str | None, token: str | None, name: str | None, run: str, en
 
 
 class _Place:
-    """A client in a member's name, which takes it from nobody."""
+    """A client in a member's name, which it does not take from a newer process."""
 
     def __init__(self, address: str | None, token: str | None, name: str | None, run: str) -> None:
-        self._address, self._token = address, token
+        self._address = address or os.environ.get("OFFBEAT_SERVER", "")
+        self._token = token or os.environ.get("OFFBEAT_TOKEN") or None
         self._name, self._run = name, run
-        self._incarnation: int | None = None  # the newest of this one's
+        self._incarnation: int | None = None  # the newest of this one's; None: not known
         self._client: Client | None = None
 
     def use(self) -> None:
         """Ask the server for its status, so that it hears that somebody is there; join before, where none is.
 
         Raises:
-            _NotAgain: If somebody newer has the name, or there is another run, or other token, by now.
+            _NotAgain: If a newer process has the name, or the server is of another run, or has another token.
+            ClosedError: If the client was closed, as this process ends.
             OffbeatError: If it is lost; it is joined again the next time, if it is there by then.
         """
         try:
             if self._client is None:
-                self._join()
-            status = self._joined.status()
+                self._client = self._join()
+            self._client.status()
+            self._incarnation = self._client.incarnation
         except (AuthenticationError, FencedError, ForkedError) as error:
             raise _NotAgain(str(error)) from error
-        except (ClosedError, StateError):
+        except StateError:  # of a client that is there: it is just closed, from another thread
             raise
         except OffbeatError:
             self._client = None
             raise
-        known = {worker["id"]: worker["incarnation"] for worker in status["workers"]}
-        self._incarnation = known.get(self._joined.worker_id)
 
     def close(self, failure: BaseException | None) -> None:
         """Say goodbye."""
@@ -142,23 +142,32 @@ class _Place:
             cause = None if failure is None else process.cause_of(failure)
             self._client.close(finished=failure is None, cause=cause)
 
-    @property
-    def _joined(self) -> Client:
-        assert self._client is not None  # noqa: S101  it was made before
-        return self._client
-
-    def _join(self) -> None:
-        """Join, unless that would take a place from somebody: who joins replaces whoever has the name."""
-        address = self._address or os.environ.get("OFFBEAT_SERVER", "")
-        status = json.loads(fetch_status(address, self._token or os.environ.get("OFFBEAT_TOKEN"), TRY_S))
-        if status["run_id"] != self._run:
-            raise _NotAgain(f"its run is {status['run_id']!r}, and members left {self._run!r}")
+    def _join(self) -> Client:
+        """Join, unless that would take the name from somebody: who joins replaces whoever has it."""
+        status = json.loads(fetch_status(self._address, self._token, TRY_S))
+        self._check_run(status["run_id"])
         for worker in status["workers"]:
-            if worker["id"] == self._name and self._incarnation is None and worker["state"] in PRESENT:
-                raise _NotYet(f"another is there by the name {self._name!r}")
-            if worker["id"] == self._name and worker["incarnation"] > (self._incarnation or math.inf):
-                raise _NotAgain(f"another has the name {self._name!r} by now")
-        self._client = Client(
+            if worker["id"] == self._name:
+                self._check_may_replace(worker["incarnation"], is_there=worker["state"] in PRESENT)
+        self._incarnation = None  # should the answer be lost
+        client = Client(
             self._address, self._name, self._token, connect_timeout_s=TRY_S, reconnect_timeout_s=TRY_S
         )
-        self._name = self._client.worker_id
+        try:
+            self._check_run(client.run_id)  # which may have begun since
+        except _NotAgain:
+            client.close(finished=False)
+            raise
+        self._name, self._incarnation = client.worker_id, client.incarnation
+        return client
+
+    def _check_run(self, run: str) -> None:
+        if run != self._run:
+            raise _NotAgain(f"its run is {run!r}, and members left {self._run!r}")
+
+    def _check_may_replace(self, incarnation: int, *, is_there: bool) -> None:
+        own = self._incarnation
+        if own is not None and incarnation > own:
+            raise _NotAgain(f"a newer process has the name {self._name!r} by now")
+        if is_there and incarnation != own:  # of a server that began anew, say, or this member's of before
+            raise _NotYet(f"another process is there by the name {self._name!r}")

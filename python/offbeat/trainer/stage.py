@@ -138,9 +138,11 @@ class Stage:
         self._tell_of_what_comes()
 
     def _keep_place(self, kind: Kind, epoch: int) -> None:
-        """Keep a place at the server that was left, where members come back to one."""
+        """Keep a place at the server that was left, where members come back to one, and no longer."""
         if self._comes_back(kind, epoch):
             self._handover.keep_place()
+        elif self._is_away(kind):
+            self._handover.give_place_up()
 
     def _is_away(self, kind: Kind) -> bool:
         """Whether members are at no server by that strategy."""
