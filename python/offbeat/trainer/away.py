@@ -15,7 +15,6 @@ from offbeat.errors import (
     FencedError,
     ForkedError,
     OffbeatError,
-    StateError,
 )
 from offbeat.trainer.places import Places
 
@@ -130,9 +129,7 @@ class _Place:
             self._incarnation = self._client.incarnation
         except (AuthenticationError, FencedError, ForkedError) as error:
             raise _NotAgain(str(error)) from error
-        except StateError:  # of a client that is there: it is just closed, from another thread
-            raise
-        except OffbeatError:
+        except OffbeatError:  # whatever it is: the session of a client is over behind most of them
             self._client = None
             raise
 

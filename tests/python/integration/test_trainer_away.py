@@ -196,12 +196,17 @@ def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(se
         if len(tries) == 2:  # its answer is lost
             client.close(finished=False)
             raise ConnectionLostError("the connection is lost")
+        if len(tries) == 3:
+            client.status = refused
         return client
+
+    def refused():
+        raise StateError("the server has no room for it to come back")
 
     monkeypatch.setattr(away, "Client", refuses)
     with member_of(ours, server.address, AWAY, process_group=False, worker_id="a") as trainer:
         fit(trainer, sgd(ours), epochs=2)
-        wait_for(lambda: states_of(server) == {"a": "joined"})
+        wait_for(lambda: len(tries) == 4 and states_of(server) == {"a": "joined"})
 
 
 def test_no_place_is_kept_in_another_run(serve):
