@@ -96,6 +96,7 @@ def last_save(kept, tmp_path_factory):
 def test_what_is_written_is_on_the_disk_before_it_has_its_name_and_before_anything_older_goes(save):
     """A machine that loses its power has what was synced; a process that is killed cannot tell."""
     files = sorted({said.split()[1] for said in save.said if said.startswith("write ")})
+    *files, note = files
     assert files == [
         f"./.new/{name}" for name in ("manifest.json", "model.safetensors", "optimizer.safetensors")
     ]
@@ -105,7 +106,16 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name_and_before_anythi
 
     synced = [save.said.index(f"fsync {file}") for file in files]
     assert all(last(f"write {file}") < place for file, place in zip(files, synced, strict=True))
-    order = [*sorted(synced), last("fsync ./.new"), last(f"rename ./.new ./{AFTER[-1]}"), last("fsync .")]
+    named = last(f"rename ./.new ./{AFTER[-1]}")
+    order = [*sorted(synced), last("fsync ./.new"), named, save.said.index("fsync .", named)]
+    # Not before is it noted as the newest.
+    assert note == "./life.new"
+    order += [
+        last(f"write {note}"),
+        last(f"fsync {note}"),
+        last(f"rename {note} ./life.json"),
+        last("fsync ."),
+    ]
     order += [save.said.index(f"rename ./checkpoint-{number:06} ./.old") for number in (5, 3)]
     assert order == sorted(order)
 
