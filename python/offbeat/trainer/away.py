@@ -126,7 +126,6 @@ class _Place:
             if self._client is None:
                 self._client = self._join()
             self._client.status()
-            self._incarnation = self._client.incarnation
         except (AuthenticationError, FencedError, ForkedError) as error:
             raise _NotAgain(str(error)) from error
         except OffbeatError:  # whatever it is: the session of a client is over behind most of them
