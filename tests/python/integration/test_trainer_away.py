@@ -189,7 +189,7 @@ def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(se
     real, tries = away.Client, []
 
     def refuses(*arguments, **settings):
-        tries.append(1)
+        tries.append(states_of(server))
         if len(tries) == 1:
             raise StateError("the server has no room for now")
         client = real(*arguments, **settings)
@@ -207,6 +207,7 @@ def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(se
     with member_of(ours, server.address, AWAY, process_group=False, worker_id="a") as trainer:
         fit(trainer, sgd(ours), epochs=2)
         wait_for(lambda: len(tries) == 4 and states_of(server) == {"a": "joined"})
+    assert [states["a"] for states in tries] == ["finished", "finished", "left", "left"]
 
 
 def test_no_place_is_kept_in_another_run(serve):
