@@ -42,6 +42,12 @@ fn commit(raw: &mut Raw, value: f32) -> Reply {
     raw.reply()
 }
 
+/// Brings values to a model that gives way to them.
+fn bring(raw: &mut Raw, replaces: Replaces, value: f32) {
+    assert_eq!(begin(raw, replaces), Reply::Init { taken: true }, "{replaces:?}");
+    assert_eq!(commit(raw, value), Reply::Init { taken: true }, "{replaces:?}");
+}
+
 fn assert_all(server: &Server, value: f32) {
     assert!(parameters(server).iter().all(|&p| p == value), "{value} expected");
 }
@@ -52,8 +58,7 @@ fn a_model_that_is_what_it_was_gives_way_in_a_new_term() {
         let server = start(with(transaction));
         let (mut raw, joined) = Raw::joined(&server, "a");
         let mut control = Raw::attached(&server, &joined);
-        assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
-        assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+        bring(&mut raw, at(0), 7.0);
         assert_eq!(control.event(), Event::Term { term: joined.term + 1 });
         assert_all(&server, 7.0);
     }
@@ -65,8 +70,7 @@ fn what_was_computed_on_the_values_before_is_not_added_to_those_that_were_brough
     let mut late = Steps::of(&server, "late");
     late.push(1.0);
     let (mut raw, _) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    bring(&mut raw, at(1), 7.0);
     assert_eq!(status(&server)["version"], 1, "the count of updates goes on");
     assert_eq!(late.try_push(1.0).reason, Some(Reason::ServerRolledBack));
     late.push(1.0);
@@ -121,8 +125,7 @@ fn values_of_another_model_and_what_is_not_finite_change_nothing() {
     assert_all(&server, 0.0);
     // Nobody else is kept from it by that.
     let (mut raw, _) = Raw::joined(&server, "c");
-    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 3.0), Reply::Init { taken: true });
+    bring(&mut raw, at(0), 3.0);
     assert_all(&server, 3.0);
 }
 
@@ -130,8 +133,7 @@ fn values_of_another_model_and_what_is_not_finite_change_nothing() {
 fn a_server_without_a_model_takes_them_as_it_takes_any() {
     let server = Server::start(config()).unwrap();
     let (mut raw, joined) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 5.0), Reply::Init { taken: true });
+    bring(&mut raw, at(0), 5.0);
     assert_eq!(status(&server)["term"], joined.term);
     assert_all(&server, 5.0);
 }
@@ -142,8 +144,7 @@ fn a_server_that_is_killed_right_after_goes_on_with_them() {
     let server = start(place.config());
     until_the_first(&server);
     let (mut raw, _) = Raw::joined(&server, "a");
-    assert_eq!(begin(&mut raw, at(0)), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    bring(&mut raw, at(0), 7.0);
     let copy = Place::new();
     common::kept::copy_files(&place.0, &copy.0);
     let again = Server::start(copy.config()).unwrap();
@@ -161,8 +162,7 @@ fn a_model_of_another_term_stays_whatever_its_version() {
     assert_all(&server, 5.0);
     let (mut raw, _) = Raw::joined(&server, "b");
     let of_now = Replaces::At { term: FIRST_TERM + 1, version: 1 };
-    assert_eq!(begin(&mut raw, of_now), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    bring(&mut raw, of_now, 7.0);
     assert_all(&server, 7.0);
 }
 
@@ -189,8 +189,7 @@ fn a_model_that_nobody_has_trained_is_its_owner_s_and_gives_way_once() {
     refuses(&loaded);
     let brought = Server::start(config()).unwrap();
     let (mut raw, _) = Raw::joined(&brought, "a");
-    assert_eq!(begin(&mut raw, Replaces::Untrained), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 5.0), Reply::Init { taken: true });
+    bring(&mut raw, Replaces::Untrained, 5.0);
     refuses(&brought);
     assert_all(&brought, 5.0);
 }
@@ -254,8 +253,7 @@ fn a_model_that_gave_way_once_or_nobody_has_pushed_to_does_so_after_another_star
     let again = Server::start(place.config()).unwrap();
     let (mut raw, joined) = Raw::joined(&again, "a");
     assert_eq!(joined.term, FIRST_TERM + 3);
-    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    bring(&mut raw, at(1), 7.0);
     again.stop();
     let after = Server::start(place.config()).unwrap();
     assert_all(&after, 7.0);
@@ -321,8 +319,7 @@ fn where_the_newest_checkpoint_is_damaged_the_one_before_gives_way() {
     let again = Server::start(place.config()).unwrap();
     assert_all(&again, 0.0);
     let (mut raw, _) = Raw::joined(&again, "a");
-    assert_eq!(begin(&mut raw, at(1)), Reply::Init { taken: true });
-    assert_eq!(commit(&mut raw, 7.0), Reply::Init { taken: true });
+    bring(&mut raw, at(1), 7.0);
     assert_all(&again, 7.0);
 }
 
