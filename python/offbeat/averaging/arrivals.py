@@ -12,10 +12,11 @@ from torch import nn
 from offbeat import log
 from offbeat.averaging import waiting
 from offbeat.averaging.company import lost_of
+from offbeat.averaging.held import Arrays, array_of
 from offbeat.averaging.members import Heard, Said
 from offbeat.averaging.methods import DiLoCo, Kept, Memory, Method
 from offbeat.averaging.presence import LOST, Connect
-from offbeat.averaging.served import REREAD, Arrays, Served, array_of
+from offbeat.averaging.served import REREAD, Served
 from offbeat.averaging.unbearable import for_arrivals
 from offbeat.checks import refuse
 from offbeat.client import Client

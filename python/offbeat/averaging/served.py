@@ -14,6 +14,7 @@ from offbeat import log, process
 from offbeat.averaging import waiting
 from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
+from offbeat.averaging.held import Arrays, array_of, check_held, holds, set_share
 from offbeat.averaging.members import NEXT_TO_NOTHING, Heard, Said, differing_terms, worded_terms
 from offbeat.averaging.presence import LOST, Connect, Presence
 from offbeat.averaging.unbearable import for_a_mean
@@ -27,35 +28,12 @@ from offbeat.errors import (
     OffbeatError,
     OffbeatTimeoutError,
     OtherTermsError,
-    UnsupportedTensorError,
 )
-from offbeat.local.flat import PIECE, Flat, slices
-from offbeat.local.group import is_plain
+from offbeat.local.flat import Flat, slices
 from offbeat.rounds import Entered, New
 from offbeat.telling import Waits
 
-__all__ = ["REREAD", "Arrays", "Served", "array_of"]
-
-Array = np.ndarray[Any, Any]
-Arrays = dict[str, Array]
-
-EXACT = frozenset(
-    {
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.int16,
-        torch.uint16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
-"""Dtypes of which each value is one of float32, too. Trained are the first three; the rest are frozen."""
+__all__ = ["REREAD", "Served"]
 
 NOWHERE = -1, -1
 """Round and version of whom has been in none."""
@@ -141,7 +119,7 @@ class Served:
         self._tensors: dict[str, torch.Tensor] = dict(parameters)
         self._statistics = self._names_of_statistics(len(statistics))
         self._tensors |= dict(zip(self._statistics, statistics, strict=True))
-        _check_held(self._tensors)
+        check_held(self._tensors)
         self._mean: Arrays = {}
         self._version = -1
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
@@ -207,7 +185,7 @@ class Served:
     def take_back(self) -> bool:
         """Give this model the newest mean heard, where its parameters are others; tell whether so."""
         values = zip(self.parameters, self._names.values(), strict=True)
-        if all(_holds(tensor, self._mean[name]) for tensor, name in values):
+        if all(holds(tensor, self._mean[name]) for tensor, name in values):
             return False
         self._take_over()
         return True
@@ -576,7 +554,7 @@ class Served:
             False: it is to come again, measured from what the server has by then.
         """
         for name, array in own.items():
-            _set_share(room[name], array, self._mean[name], shares[name])
+            set_share(room[name], array, self._mean[name], shares[name])
         try:
             receipt = client.push(room, samples=samples)
         except NonFiniteError as error:
@@ -703,39 +681,6 @@ class Served:
                 tensor.copy_(torch.from_numpy(self._mean[name]))
 
 
-def _check_held(tensors: Mapping[str, torch.Tensor]) -> None:
-    """See that a server can hold tensors, before anybody is met: each member finds that by itself.
-
-    Raises:
-        UnsupportedTensorError: If it would round one, or cannot take it up.
-        NonFiniteError: If one is not finite.
-    """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in EXACT or not is_plain(tensor):
-            kind = "" if is_plain(tensor) else " and not plain (sparse, quantized or nested)"
-            raise UnsupportedTensorError(
-                f"{name!r} is of {tensor.dtype}{kind}, and a server holds float32: cast it, make it a buffer "
-                f"if it is not trained (register_buffer), or take communication_backend='gloo'"
-            )
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor.detach().to(torch.float32)).all()):
-            raise NonFiniteError(
-                f"{name!r} is not finite as the averager is made, and a server takes no such model: look at "
-                f"how it was initialized or loaded; a mask with infinite values is to be a buffer "
-                f"(register_buffer)"
-            )
-
-
-def _set_share(to: Array, own: Array, mean: Array, share: float) -> None:
-    """Set a contiguous array to the way from the mean, times the share; on one core, as numpy does it."""
-    to, own, mean = to.reshape(-1), own.reshape(-1), mean.reshape(-1)
-    with np.errstate(over="ignore"):
-        for start in range(0, len(to), PIECE):
-            part = to[start : start + PIECE]
-            np.subtract(own[start : start + PIECE], mean[start : start + PIECE], out=part)
-            np.multiply(part, np.float32(share), out=part)
-
-
 def _shares(entered: Entered, names: Iterable[str], new_names: Iterable[str]) -> dict[str, float]:
     """Give the share by which each is to go into a round; of none, where this member has no share in it."""
     shares = dict.fromkeys(names, entered.share)
@@ -765,12 +710,3 @@ def _not_brought(said: Said, num_at_work: int, *, are_agreed: bool) -> Heard:
         are_agreed=are_agreed,
         is_brought=False,
     )
-
-
-def _holds(tensor: torch.Tensor, array: Array) -> bool:
-    return torch.equal(tensor.detach(), torch.from_numpy(array).to(tensor.device, tensor.dtype))
-
-
-def array_of(tensor: torch.Tensor) -> Array:
-    """Give a copy, float32."""
-    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
