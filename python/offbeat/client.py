@@ -541,5 +541,7 @@ class Client(process.Live):
 def _is_new(value: object) -> bool:
     if not isinstance(value, New):
         return False
-    samples, of = value
-    return is_number(samples) and samples >= 0 and is_count(of, least=0) and of < 1 << 64
+    samples = value.samples
+    of: object = value.of  # up to 64 bits, one more than a count has
+    is_part = isinstance(of, int) and not isinstance(of, bool) and 0 <= of < 1 << 64
+    return is_number(samples) and samples >= 0 and is_part

@@ -293,8 +293,14 @@ def test_terms_change_when_all_wish_for_it_and_so_many_begin_together(server, jo
 def test_what_is_new_goes_by_a_share_of_its_own_where_all_say_the_same_of_it(join, threads):
     clients = [join(), join()]
     acquaint(threads, clients)
-    for others, share in ((New(10, 7), 0.75), (New(10, 8), None), (None, None)):
-        waits = threads.submit(clients[0].enter, 0, new=New(30, 7))
+    last = (1 << 64) - 1
+    for of, others, share in (
+        (7, New(10, 7), 0.75),
+        (last, New(10, last), 0.75),
+        (7, New(10, 8), None),
+        (7, None, None),
+    ):
+        waits = threads.submit(clients[0].enter, 0, new=New(30, of))
         entered = clients[1].enter(5, new=others)
         first = waits.result(TIMEOUT_S)
         assert (first.share, first.new_share) == (0, share)

@@ -1195,6 +1195,21 @@ def test_what_was_unfrozen_after_the_last_round_is_brought_too(settings, expecte
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def test_parts_of_any_name_are_unfrozen_one_after_another(server):
+    names = "abcdefgh"
+    trained = nn.ParameterDict({name: torch.zeros(1) for name in names}).requires_grad_(False)
+    trained["a"].requires_grad_()
+    with at(server.address, trained, 0, 1, averaging_frequency=2) as ours:
+        for iteration in range(18):
+            for name in names[: 1 + iteration // 2]:
+                trained[name].requires_grad_()
+                with torch.no_grad():
+                    trained[name].add_(1)
+            ours.step(1)
+        ours.flush()
+    assert [trained[name].item() for name in names] == [18 - 2 * number for number in range(8)]
+
+
 def unfrozen_last(rank, address, settings, more):
     """Train a part only after the last round but one began; one member ends as the last does, or both."""
     trained = nn.Module()
