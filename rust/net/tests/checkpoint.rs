@@ -630,6 +630,19 @@ fn who_comes_pushes_and_finishes_while_another_stays_is_known_to_the_next_server
 }
 
 #[test]
+fn what_one_has_done_that_left_is_kept_though_another_has_its_name_at_once() {
+    let place = Place::new();
+    let server = start(place.config());
+    until_the_first(&server);
+    let (_stays, _) = common::Raw::joined(&server, "stays");
+    let mut worker = Steps::of(&server, "a");
+    worker.push(1.0);
+    goodbye(&mut worker.raw);
+    let (_other, _) = common::Raw::joined(&server, "a");
+    eventually(&server, "what it has done", |s| s["checkpoints"]["version"] == 1);
+}
+
+#[test]
 fn who_comes_and_goes_between_two_checkpoints_and_changes_nothing_causes_none() {
     let place = Place::new();
     let server = start(place.config());

@@ -200,7 +200,8 @@ impl Store {
         self.registry().those_left_of(workers)
     }
 
-    /// Whether one has departed that has pushed more than is known of it, by worker.
+    /// Whether one has departed that had pushed more than is known of it, by worker, also if another process has its name by
+    /// now.
     #[must_use]
     pub fn has_departed_with_more(&self, known_pushes: &BTreeMap<String, u64>) -> bool {
         self.registry().has_departed_with_more(known_pushes)

@@ -137,6 +137,7 @@ impl Registry {
         }
         match self.slots[index].take() {
             Some(old) if old.worker_id == worker_id => {
+                slot.departed_with = old.departed_with();
                 (slot.tally, slot.predecessor) =
                     (old.tally, old.predecessor.max(self.of_before(old.incarnation)));
             }
@@ -207,11 +208,10 @@ impl Registry {
         (present, awaited)
     }
 
-    /// Whether one has departed that has pushed more than is known of it.
+    /// Whether one has departed that had pushed more than is known of it, also if another process has its name by now.
     pub(super) fn has_departed_with_more(&self, known_pushes: &BTreeMap<String, u64>) -> bool {
-        let departed = |slot: &&Slot| matches!(slot.whereabouts, Whereabouts::Left | Whereabouts::Finished);
         let known = |slot: &Slot| known_pushes.get(&slot.worker_id).copied().unwrap_or(0);
-        self.slots.iter().flatten().filter(departed).any(|slot| slot.tally.pushes > known(slot))
+        self.slots.iter().flatten().any(|slot| slot.departed_with() > known(slot))
     }
 
     pub(super) fn attendance(&self) -> Attendance {
@@ -527,6 +527,14 @@ mod tests {
             let told = [&none, &one, &both].map(|known| registry.has_departed_with_more(known));
             assert_eq!(told, [true, true, false]);
         }
+        let of =
+            |registry: &Registry| [1, 2, 3].map(|pushes| registry.has_departed_with_more(&known(pushes)));
+        let again = registry.register("a", 2).unwrap();
+        assert_eq!(of(&registry), [true, false, false], "whoever has its name by then");
+        registry.slot(again).unwrap().tally.pushes = 3;
+        assert_eq!(of(&registry), [true, false, false], "what that has pushed it may push again");
+        registry.register("a", 3).unwrap();
+        assert_eq!(of(&registry), [true, false, false], "it has not departed, but was replaced");
     }
 
     #[test]

@@ -63,6 +63,8 @@ pub(super) struct Slot {
     /// The newest version that could be read when the worker was lost: what is older is too old to push.
     pub(super) lost_at: Option<u64>,
     pub(super) whereabouts: Whereabouts,
+    /// What the newest older process of this name that departed had pushed by then, with all before it; 0: none has.
+    pub(super) departed_with: u64,
     /// Who waits for its pushes under way to end.
     pub(super) waiting: Vec<oneshot::Sender<()>>,
     pub(super) tally: Tally,
@@ -79,8 +81,17 @@ impl Slot {
             recent: VecDeque::new(),
             lost_at: None,
             whereabouts: Whereabouts::Here,
+            departed_with: 0,
             waiting: Vec::new(),
             tally: Tally::default(),
+        }
+    }
+
+    /// How many pushes there were when a process of this name departed last; 0: none has, in this life.
+    pub(super) const fn departed_with(&self) -> u64 {
+        match self.whereabouts {
+            Whereabouts::Left | Whereabouts::Finished => self.tally.pushes,
+            _ => self.departed_with,
         }
     }
 

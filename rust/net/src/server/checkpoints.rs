@@ -452,7 +452,8 @@ enum Whereabouts {
 }
 
 impl Whereabouts {
-    /// `has_lost_work`: whether somebody has departed of whose pushes the last checkpoint does not have all.
+    /// `has_lost_work`: whether somebody has departed of whose pushes the last checkpoint does not have all. Its name may be
+    /// another process's by then.
     fn since(last: &What, (num_present, num_awaited): (usize, usize), has_lost_work: bool) -> Self {
         if num_present < last.present.len() || has_lost_work {
             Self::SomeLeft
