@@ -92,6 +92,8 @@ class Session:
     blueprint: str | None
     run: str
     """The run's configuration as the server has it, as JSON."""
+    patience_s: float
+    """How long a call waits for a server that is lost: as given, or by whether it keeps checkpoints."""
     finished: str | None
     """Why the run is over, if the server has said so: "budget" or "stopped"."""
 

@@ -267,6 +267,10 @@ class Trained(Trainee):
 
 def _shown_stage(state: dict[str, Any]) -> str:
     stage = state["stage"]
+    if stage is None:
+        return "a run that had not begun"
+    epoch = stage["epoch"]
     return (
-        "a run that had not begun" if stage is None else f"epoch {stage['epoch']}, strategy {stage['kind']}"
+        f"epoch {epoch} as strategy= counts them ({epoch + 1} in `offbeat checkpoint inspect`), strategy "
+        f"{stage['kind']}"
     )

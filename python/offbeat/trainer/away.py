@@ -88,6 +88,8 @@ def _keep(address: str | None, token: str | None, name: str | None, run: str, en
     while True:
         try:
             place.use()
+            if is_lost:
+                log.announce("the place at the server that this member comes back to is held again")
             is_lost = False
         except _NotAgain as error:
             log.warn(f"no place is kept at the server until this member comes back: {error}")
@@ -96,7 +98,10 @@ def _keep(address: str | None, token: str | None, name: str | None, run: str, en
             return
         except OffbeatError as error:
             if not is_lost:
-                log.info("the place at the server that this member comes back to is tried again: %s", error)
+                log.announce(
+                    f"the place at the server that this member comes back to is tried again every "
+                    f"{ASK_S:g} s: {error}"
+                )
             is_lost = True
         if end.has_come.wait(ASK_S):
             break

@@ -20,6 +20,8 @@ TO_CHANGE = (
     "batch of its own"
 )
 """What each member is to do, where they wait for one another before they meet: a trainer has no `flush`."""
+BY_FIRST = "member 0 asks the server, for which it may be waiting"
+"""What else than a slow member may be waited for."""
 FAILED = -1.0
 
 
@@ -59,7 +61,12 @@ def first_goes_on(
         _, run = take()
         return First.NEWEST, run  # of those that go on together there are no others
     what, run = _told_by_first(
-        workshop, group, take, of="what is next", failed="take what all have pushed to the server", then=then
+        workshop,
+        group,
+        take,
+        of=f"what is next ({BY_FIRST})",
+        failed="take what all have pushed to the server",
+        then=then,
     )
     return First(int(what)), run
 
@@ -85,7 +92,7 @@ def first_brings(workshop: Workshop, bring: Callable[[], tuple[bool, float]]) ->
         workshop,
         group,
         bring,
-        of="what is brought to the server",
+        of=f"what is brought to the server ({BY_FIRST})",
         failed="bring to the server what all have made in their process group",
     )
     return bool(told), run

@@ -194,7 +194,7 @@ class Handover:
         """Give the account; `strategy`: at work."""
         left = self._left_by(strategy)
         return {
-            "left": None if left is None else list(left),
+            "left": None if left is None else left.state(),
             "name": self._name,
             "has_left": self._has_left,
             "has_begun": self.has_begun,
@@ -234,6 +234,8 @@ class Handover:
         left, is_brought = None, False
         if isinstance(strategy, Served):
             left = self._left_by(strategy)
+            if self._place is not None and left is not None:
+                strategy.patience_s = left.patience_s
             if self._unbrought is not None and self._unbrought.is_due:
                 own, values = strategy, self._copies() if before is None else before
 

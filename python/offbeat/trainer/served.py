@@ -24,6 +24,9 @@ from offbeat.worker.turn import AFTER_A_LOSS
 
 __all__ = ["Left", "Served"]
 
+CONNECT_S = 60.0
+"""How long a server is tried to be reached where nothing says that it is to be there again."""
+
 JOIN_AGAIN = (
     ". The model keeps the parameters last pulled: when a server is there again, call the trainer's close(), "
     "and then train(), which joins it; a server without a model begins with this one"
@@ -51,16 +54,22 @@ class Left(NamedTuple):
         run: The server's, by its id.
         term: The life of its values.
         version: Of its model, whose values they went on from.
+        patience_s: How long it was waited for had it been lost, in seconds.
     """
 
     run: str
     term: int
     version: int
+    patience_s: float = 0.0
 
     @classmethod
     def of(cls, state: Any) -> Self | None:  # noqa: ANN401  from a file
-        """Take it from a list, as a state has it; None where they never were at one."""
+        """Take it from `state`'s list; None where they never were at one."""
         return None if state is None else cls(*state)
+
+    def state(self) -> list[Any]:
+        """Give what a later process is to know of it, which has not been there and is told at once."""
+        return [self.run, self.term, self.version]
 
 
 class Served(Strategy):
@@ -71,6 +80,7 @@ class Served(Strategy):
 
     Attributes:
         worker: None before `begin`, and where the server was lost or left.
+        patience_s: How long a server is waited for that was left to come back to it, as a lost one is.
         may_lack: It has joined another server than it had pushed to, or an older checkpoint of it, and pushed
             nothing there.
     """
@@ -86,6 +96,7 @@ class Served(Strategy):
         self._left: Left | None = None  # by the worker before
         self.worker: AsyncWorker | None = None  # from `begin` on
         self.may_lack = False
+        self.patience_s = 0.0
 
     @property
     def version(self) -> int:
@@ -215,7 +226,9 @@ class Served(Strategy):
         """Where this member is, as it leaves, or was as it left; None where it never joined."""
         worker = self.worker
         try:
-            return self._left if worker is None else Left(worker.run_id, worker.term, worker.version)
+            if worker is None:
+                return self._left
+            return Left(worker.run_id, worker.term, worker.version, worker.reconnect_timeout_s)
         except (ClosedError, ForkedError):  # as at Python's end, when a worker has said goodbye by itself
             return self._left
 
@@ -286,6 +299,7 @@ class Served(Strategy):
             loss_reduction=workshop.reduction,
             token=places.token,
             worker_id=self._worker_id,
+            connect_timeout_s=max(CONNECT_S, self.patience_s),
         )
         self._given = given
         if self._run not in (None, self.worker.run_id):

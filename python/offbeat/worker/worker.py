@@ -214,6 +214,12 @@ class AsyncWorker(process.Live):
         return self._link.session.term
 
     @property
+    def reconnect_timeout_s(self) -> float:
+        """How long a call waits for the server where that is lost, in seconds: as given, or by the server."""
+        self._usable()
+        return self._link.session.patience_s
+
+    @property
     def history(self) -> History:
         """What the last `train` did, also if it was interrupted or failed.
 

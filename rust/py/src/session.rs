@@ -153,6 +153,11 @@ impl Session {
     }
 
     #[getter]
+    fn patience_s(&self, py: Python<'_>) -> PyResult<f64> {
+        self.call(py, |client, _| client.patience()).map(|patience| patience.as_secs_f64())
+    }
+
+    #[getter]
     fn finished(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.call(py, |client, _| Ok(client.events()?.finished))
     }

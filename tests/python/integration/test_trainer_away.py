@@ -127,6 +127,60 @@ def test_a_place_is_there_again_after_its_connection_broke(serve):
             assert fit(trainer, sgd(ours), epochs=4) == "epochs"
 
 
+def test_what_members_left_at_a_server_is_soon_in_a_checkpoint_of_it(tmp_path):
+    """Their places are there in their names at once: nobody has gone for good, nor is nobody there."""
+    ours = model()
+    with offbeat.ParameterServer(
+        model(seed=9), checkpoint_dir=tmp_path, checkpoint_frequency="1h", linger_s=LINGER_S
+    ) as server:
+        wait_for(lambda: server.status()["checkpoints"]["version"] == 0)
+
+        def look(trainer):
+            version = server.status()["version"]
+            assert version > 0
+            wait_for(lambda: server.status()["checkpoints"]["version"] == version)
+            assert states_of(server) == {"a": "joined"}
+
+        with member_of(
+            ours, server.address, AWAY, process_group=False, worker_id="a", callbacks=After(1, look)
+        ) as trainer:
+            assert fit(trainer, sgd(ours), epochs=2) == "epochs"
+
+
+def test_a_server_that_members_come_back_to_is_waited_for_as_a_lost_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(served, "CONNECT_S", 0.1)
+    monkeypatch.setattr(away, "ASK_S", 0.1)
+    port, ours = free_port(), model()
+    with ExitStack() as stack:
+
+        def start():
+            server = offbeat.ParameterServer(model(seed=9), port=port, checkpoint_dir=tmp_path)
+            server.start()
+            stack.callback(server.stop)
+            return server
+
+        servers = [start()]
+
+        def start_again():
+            with suppress(AssertionError):  # the test's own is that the member has come to it
+                wait_for(lambda: "trying for up to 300 s" in caplog.text)
+            servers.append(start())
+
+        again = threading.Thread(target=start_again)
+
+        def stop(trainer):
+            wait_for(lambda: states_of(servers[0]) == {"a": "joined"})
+            servers[0].stop(restarting=True)
+            again.start()
+
+        with member_of(
+            ours, servers[0].address, AWAY, process_group=False, worker_id="a", callbacks=After(1, stop)
+        ) as trainer:
+            assert fit(trainer, sgd(ours), epochs=4) == "epochs"
+        again.join()
+        assert states_of(servers[1]) == {"a": "finished"}
+
+
 @pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
 def test_a_server_that_is_started_again_meanwhile_has_the_place_and_takes_what_was_made(is_killed, tmp_path):
     """Also where it goes on from a checkpoint of before members left: they have what was in it."""
@@ -183,7 +237,8 @@ def test_an_empty_token_of_the_environment_is_none(serve, monkeypatch):
         wait_for(lambda: states_of(server) == {"a": "joined"})
 
 
-def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(serve, monkeypatch):
+def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(serve, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="offbeat")
     monkeypatch.setattr(away, "ASK_S", 0.1)
     server, ours = serve(model(seed=9)), model()
     real, tries = away.Client, []
@@ -207,6 +262,10 @@ def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(se
     with member_of(ours, server.address, AWAY, process_group=False, worker_id="a") as trainer:
         fit(trainer, sgd(ours), epochs=2)
         wait_for(lambda: len(tries) == 4 and states_of(server) == {"a": "joined"})
+    told = [record.message for record in caplog.records if "that this member comes back to" in record.message]
+    first, last = told
+    assert "is tried again every 0.1 s" in first
+    assert last.endswith("is held again")
     assert [states["a"] for states in tries] == ["finished", "finished", "left", "left"]
 
 

@@ -491,7 +491,7 @@ def going_on(rank, address, strategies, optimizer):
     [
         (["average", "diloco"], "live", ["StateError: this member goes on with strategy"] * 2),
         (["average", "average"], "spec", ["StateError: the optimizer of this train runs on the server"] * 2),
-        (["average", "parameter_server"], "live", ["ConnectionLostError: what is next of all", "epochs"]),
+        (["average", "parameter_server"], "live", ["ConnectionLostError: what is next (member 0", "epochs"]),
     ],
 )
 def test_what_members_cannot_go_on_with_together_is_told_and_hangs_nowhere(

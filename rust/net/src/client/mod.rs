@@ -129,6 +129,14 @@ impl Client {
         Ok(&self.look()?.session)
     }
 
+    /// How long a call waits for the server where that is lost: as it was given, or by whether that keeps checkpoints.
+    ///
+    /// # Errors
+    /// [`ClientError::Forked`], [`ClientError::Closed`].
+    pub fn patience(&self) -> Result<Duration, ClientError> {
+        Ok(self.look()?.way.patience())
+    }
+
     /// What the server has said on the control connection.
     ///
     /// # Errors
