@@ -271,6 +271,6 @@ def _shown_stage(state: dict[str, Any]) -> str:
         return "a run that had not begun"
     epoch = stage["epoch"]
     return (
-        f"epoch {epoch} as strategy= counts them ({epoch + 1} in `offbeat checkpoint inspect`), strategy "
-        f"{stage['kind']}"
+        f"epoch {epoch} as strategy= counts them ({epoch + 1} in the table that `offbeat checkpoint inspect` "
+        f"makes of a directory), strategy {stage['kind']}"
     )

@@ -134,7 +134,7 @@ class _Place:
         except (AuthenticationError, FencedError, ForkedError) as error:
             raise _NotAgain(str(error)) from error
         except OffbeatError:  # whatever it is: the session of a client is over behind most of them
-            self._leave()
+            self._client = None
             raise
 
     def close(self, failure: BaseException | None) -> None:
@@ -142,13 +142,6 @@ class _Place:
         if self._client is not None:
             cause = None if failure is None else process.cause_of(failure)
             self._client.close(finished=failure is None, cause=cause)
-
-    def _leave(self) -> None:
-        """Give up the client: dropped as it is, it would say that this member has finished, where it can."""
-        client, self._client = self._client, None
-        if client is not None:
-            with suppress(OffbeatError):
-                client.close(finished=False)
 
     def _join(self) -> Client:
         """Join, unless that would take the name from somebody: who joins replaces whoever has it."""

@@ -8,12 +8,12 @@ import torch
 from torch import distributed
 
 from offbeat.errors import ConnectionLostError, StateError
-from offbeat.local.group import check_device, is_alike, take_first
+from offbeat.local.group import check_device, is_alike, take_first, timeout_of
 from offbeat.local.sums import Sums
 from offbeat.trainer.next import check_next
 from offbeat.trainer.strategies import Workshop
 
-__all__ = ["First", "first_brings", "first_goes_on"]
+__all__ = ["First", "first_brings", "first_goes_on", "shared_patience"]
 
 TO_CHANGE = (
     "have the same epochs and max_steps, and call stop, set strategy, or close the trainer, after the same "
@@ -22,6 +22,8 @@ TO_CHANGE = (
 """What each member is to do, where they wait for one another before they meet: a trainer has no `flush`."""
 BY_FIRST = "member 0 asks the server, for which it may be waiting"
 """What else than a slow member may be waited for."""
+OF_THE_TIMEOUT = 0.8
+"""Part of a group's timeout for which the first member waits for a server: the others hear of its failure."""
 FAILED = -1.0
 
 
@@ -96,6 +98,14 @@ def first_brings(workshop: Workshop, bring: Callable[[], tuple[bool, float]]) ->
         failed="bring to the server what all have made in their process group",
     )
     return bool(told), run
+
+
+def shared_patience(workshop: Workshop, patience_s: float) -> float:
+    """Give how long a server may be waited for while others wait in the process group, at the most that."""
+    group = _group(workshop)
+    return (
+        patience_s if group is None else min(patience_s, OF_THE_TIMEOUT * timeout_of(group).total_seconds())
+    )
 
 
 def _told_by_first(

@@ -12,7 +12,7 @@ from offbeat.averaging.methods import Method
 from offbeat.local.buffers import write
 from offbeat.local.group import digest
 from offbeat.trainer.away import Away
-from offbeat.trainer.first import First, first_brings, first_goes_on
+from offbeat.trainer.first import First, first_brings, first_goes_on, shared_patience
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, shown_kind
@@ -194,7 +194,7 @@ class Handover:
         """Give the account; `strategy`: at work."""
         left = self._left_by(strategy)
         return {
-            "left": None if left is None else left.state(),
+            "left": None if left is None else list(left),
             "name": self._name,
             "has_left": self._has_left,
             "has_begun": self.has_begun,
@@ -235,7 +235,7 @@ class Handover:
         if isinstance(strategy, Served):
             left = self._left_by(strategy)
             if self._place is not None and left is not None:
-                strategy.patience_s = left.patience_s
+                strategy.patience_s = shared_patience(self._workshop, left.patience_s)
             if self._unbrought is not None and self._unbrought.is_due:
                 own, values = strategy, self._copies() if before is None else before
 
@@ -249,6 +249,7 @@ class Handover:
             self.give_place_up()  # not before: the first one is there, whom the others wait for
         strategy.begin()
         if isinstance(strategy, Served):
+            strategy.patience_s = 0.0
             now, unbrought = strategy.left, self._unbrought
             # Also where this one has come to it later than the first.
             is_brought = unbrought is not None and unbrought.run != 0 and unbrought.run == _number(now)

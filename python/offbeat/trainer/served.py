@@ -64,12 +64,8 @@ class Left(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> Self | None:  # noqa: ANN401  from a file
-        """Take it from `state`'s list; None where they never were at one."""
+        """Take it from a list, as a state has it; None where they never were at one."""
         return None if state is None else cls(*state)
-
-    def state(self) -> list[Any]:
-        """Give what a later process is to know of it, which has not been there and is told at once."""
-        return [self.run, self.term, self.version]
 
 
 class Served(Strategy):

@@ -6,6 +6,7 @@ import gc
 import shutil
 import threading
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -128,18 +129,21 @@ def test_a_place_is_there_again_after_its_connection_broke(serve):
 
 
 def test_what_members_left_at_a_server_is_soon_in_a_checkpoint_of_it(tmp_path):
-    """Their places are there in their names at once: nobody has gone for good, nor is nobody there."""
+    """Their places are there in their names at once: nobody has gone for good."""
     ours = model()
-    with offbeat.ParameterServer(
-        model(seed=9), checkpoint_dir=tmp_path, checkpoint_frequency="1h", linger_s=LINGER_S
-    ) as server:
+    with (
+        offbeat.ParameterServer(
+            model(seed=9), checkpoint_dir=tmp_path, checkpoint_frequency="1h", linger_s=LINGER_S
+        ) as server,
+        offbeat.Client(server.address, "stays"),
+    ):
         wait_for(lambda: server.status()["checkpoints"]["version"] == 0)
 
         def look(trainer):
             version = server.status()["version"]
             assert version > 0
             wait_for(lambda: server.status()["checkpoints"]["version"] == version)
-            assert states_of(server) == {"a": "joined"}
+            wait_for(lambda: states_of(server)["a"] == "joined")
 
         with member_of(
             ours, server.address, AWAY, process_group=False, worker_id="a", callbacks=After(1, look)
@@ -147,10 +151,14 @@ def test_what_members_left_at_a_server_is_soon_in_a_checkpoint_of_it(tmp_path):
             assert fit(trainer, sgd(ours), epochs=2) == "epochs"
 
 
-def test_a_server_that_members_come_back_to_is_waited_for_as_a_lost_one(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("goes_on", ["by itself", "from a state"])
+def test_a_server_that_members_come_back_to_is_waited_for_as_a_lost_one(
+    goes_on, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO", logger="offbeat")
     monkeypatch.setattr(served, "CONNECT_S", 0.1)
-    monkeypatch.setattr(away, "ASK_S", 0.1)
     port, ours = free_port(), model()
+    live = sgd(ours)
     with ExitStack() as stack:
 
         def start():
@@ -160,10 +168,13 @@ def test_a_server_that_members_come_back_to_is_waited_for_as_a_lost_one(tmp_path
             return server
 
         servers = [start()]
+        proxy = stack.enter_context(FaultProxy(servers[0].address))
 
         def start_again():
-            with suppress(AssertionError):  # the test's own is that the member has come to it
-                wait_for(lambda: "trying for up to 300 s" in caplog.text)
+            with suppress(AssertionError):  # the test's own is that the member comes to it
+                wait_for(lambda: "epoch 3 goes on with strategy 'parameter_server'" in caplog.text)
+                wait_for(lambda: threads() == [])  # its place would try as well
+                proxy.wait_for("unreachable", proxy.counts["unreachable"] + 5)
             servers.append(start())
 
         again = threading.Thread(target=start_again)
@@ -173,10 +184,15 @@ def test_a_server_that_members_come_back_to_is_waited_for_as_a_lost_one(tmp_path
             servers[0].stop(restarting=True)
             again.start()
 
-        with member_of(
-            ours, servers[0].address, AWAY, process_group=False, worker_id="a", callbacks=After(1, stop)
-        ) as trainer:
-            assert fit(trainer, sgd(ours), epochs=4) == "epochs"
+        settings = {"process_group": False, "worker_id": "a"}
+        with member_of(ours, proxy.address, AWAY, callbacks=After(1, stop), **settings) as trainer:
+            assert fit(trainer, live, epochs=4 if goes_on == "by itself" else 2) == "epochs"
+            if goes_on == "from a state":
+                state = trainer.state_dict()
+                trainer.close()
+                with member_of(ours, proxy.address, AWAY, **settings) as next_one:
+                    next_one.load_state_dict(state, optimizer=live)
+                    assert fit(next_one, live, epochs=2) == "epochs"
         again.join()
         assert states_of(servers[1]) == {"a": "finished"}
 
@@ -244,7 +260,7 @@ def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(se
     real, tries = away.Client, []
 
     def refuses(*arguments, **settings):
-        tries.append(states_of(server))
+        tries.append(1)
         if len(tries) == 1:
             raise StateError("the server has no room for now")
         client = real(*arguments, **settings)
@@ -266,7 +282,6 @@ def test_a_place_is_there_again_after_whatever_its_server_refuses_for_a_while(se
     first, last = told
     assert "is tried again every 0.1 s" in first
     assert last.endswith("is held again")
-    assert [states["a"] for states in tries] == ["finished", "finished", "left", "left"]
 
 
 def test_no_place_is_kept_in_another_run(serve):
@@ -454,3 +469,28 @@ def test_who_joins_later_than_the_first_has_brought_is_told_where_that_is_not_th
     assert told == []
     assert len(told_too) == is_other
     assert equal(first, second) != is_other
+
+
+def comes_back_in_vain(rank, port, folder):
+    """Come back to a server that does not, with a process group that waits for less long than for that."""
+    ours, group = model(), distributed.new_group(timeout=timedelta(seconds=15))
+    with ExitStack() as stack:
+        stack.callback(
+            setattr, served, "CONNECT_S", served.CONNECT_S
+        )  # the process is for tests to come, too
+        served.CONNECT_S = 0.1
+        if rank == 0:
+            server = offbeat.ParameterServer(model(seed=9), port=port, checkpoint_dir=folder)
+            server.start()
+            stack.callback(server.stop)
+        distributed.barrier()
+        stop = After(1, lambda trainer: server.stop(restarting=True) if rank == 0 else None)
+        trainer = member_of(ours, f"127.0.0.1:{port}", AWAY, process_group=group, callbacks=stop)
+        with pytest.raises(OffbeatError) as raised:
+            fit(trainer, sgd(ours), rank, epochs=4)
+        trainer.close()
+    return type(raised.value).__name__
+
+
+def test_no_member_waits_for_a_server_for_longer_than_others_wait_in_their_group(tmp_path):
+    assert together(comes_back_in_vain, 2, free_port(), tmp_path) == ["ConnectError", "StateError"]

@@ -555,8 +555,9 @@ def test_checkpoints_of_before_and_after_a_meeting_begins_or_ends_are_refused_in
     for rank, (begun, gone_on, told, ended) in enumerate(found):
         assert [begun, gone_on] == [("epochs", BATCHES), ("epochs", num * BATCHES)]
         epoch, kind = (num - 1, last) if rank == ahead else (0, first)
-        shown = f"epoch {epoch}, strategy {kind}".replace("local", "'local'")
-        assert f"this member's checkpoint is of {shown}" in told
+        in_table = f"({epoch + 1} in the table that `offbeat checkpoint inspect` makes of a directory)"
+        shown = f"epoch {epoch} as strategy= counts them {in_table}, strategy {kind}"
+        assert f"this member's checkpoint is of {shown.replace('local', repr('local'))}" in told
         assert "cannot go on with another's: a strategy by which members meet in the process group" in told
         assert ended == ("epochs", (num + 1) * BATCHES)
 
