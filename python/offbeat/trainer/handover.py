@@ -235,8 +235,10 @@ class Handover:
         if isinstance(strategy, Served):
             left = self._left_by(strategy)
             if self._place is not None and left is not None:
-                strategy.patience_s = shared_patience(self._workshop, left.patience_s)
+                strategy.patience_s = left.patience_s
             if self._unbrought is not None and self._unbrought.is_due:
+                # Only here, where others wait: to ask for their group may be to wait for them.
+                strategy.patience_s = shared_patience(self._workshop, strategy.patience_s)
                 own, values = strategy, self._copies() if before is None else before
 
                 def bring() -> tuple[bool, float]:

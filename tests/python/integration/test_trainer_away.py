@@ -494,3 +494,13 @@ def comes_back_in_vain(rank, port, folder):
 
 def test_no_member_waits_for_a_server_for_longer_than_others_wait_in_their_group(tmp_path):
     assert together(comes_back_in_vain, 2, free_port(), tmp_path) == ["ConnectError", "StateError"]
+
+
+def test_who_comes_back_alone_asks_for_no_group_that_others_have_not_come_to(serve, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))  # where nobody is
+    server, ours = serve(model(seed=9)), model()
+    strategy = {0: "parameter_server", 1: "local", 2: "parameter_server", 9: "average"}
+    with member_of(ours, server.address, strategy, communication_backend="gloo", worker_id="a") as trainer:
+        assert fit(trainer, sgd(ours), epochs=3) == "epochs"
+    assert not distributed.is_initialized()
