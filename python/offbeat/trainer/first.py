@@ -1,5 +1,6 @@
 """What the first of a group's members does for all, as they come from a parameter server or go to it."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
@@ -13,7 +14,7 @@ from offbeat.local.sums import Sums
 from offbeat.trainer.next import check_next
 from offbeat.trainer.strategies import Workshop
 
-__all__ = ["First", "first_brings", "first_goes_on", "shared_patience"]
+__all__ = ["First", "first_brings", "first_goes_on"]
 
 TO_CHANGE = (
     "have the same epochs and max_steps, and call stop, set strategy, or close the trainer, after the same "
@@ -73,12 +74,13 @@ def first_goes_on(
     return First(int(what)), run
 
 
-def first_brings(workshop: Workshop, bring: Callable[[], tuple[bool, float]]) -> tuple[bool, float]:
+def first_brings(workshop: Workshop, bring: Callable[[float], tuple[bool, float]]) -> tuple[bool, float]:
     """Let the first member bring to a server what all have made in a process group; the others wait for that.
 
     Args:
         workshop: This member's.
-        bring: Joins the server, and tells whether its model is this one now, and by a number at which.
+        bring: Joins the server, for which it tries so many seconds at most, and tells whether its model is
+            this one now, and by a number at which.
 
     Returns:
         What it told.
@@ -89,23 +91,16 @@ def first_brings(workshop: Workshop, bring: Callable[[], tuple[bool, float]]) ->
     """
     group = _group(workshop)
     if group is None:
-        return bring()
+        return bring(math.inf)
+    most_s = OF_THE_TIMEOUT * timeout_of(group).total_seconds()
     told, run = _told_by_first(
         workshop,
         group,
-        bring,
+        lambda: bring(most_s),
         of=f"what is brought to the server ({BY_FIRST})",
         failed="bring to the server what all have made in their process group",
     )
     return bool(told), run
-
-
-def shared_patience(workshop: Workshop, patience_s: float) -> float:
-    """Give how long a server may be waited for while others wait in the process group, at the most that."""
-    group = _group(workshop)
-    return (
-        patience_s if group is None else min(patience_s, OF_THE_TIMEOUT * timeout_of(group).total_seconds())
-    )
 
 
 def _told_by_first(

@@ -1,5 +1,6 @@
 """What passes from one strategy to the next, and what the next may begin without."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -12,13 +13,16 @@ from offbeat.averaging.methods import Method
 from offbeat.local.buffers import write
 from offbeat.local.group import digest
 from offbeat.trainer.away import Away
-from offbeat.trainer.first import First, first_brings, first_goes_on, shared_patience
+from offbeat.trainer.first import First, first_brings, first_goes_on
 from offbeat.trainer.next import next_of
 from offbeat.trainer.served import Left, Served
 from offbeat.trainer.settings import Kind, shown_kind
 from offbeat.trainer.strategies import Strategy, Workshop
 
 __all__ = ["Handover"]
+
+LEAST_S = 1.0
+"""How long a server is tried to be reached at the least, however long the end of a place there took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Handover:
         self._has_left = False  # a server by `close`, without what others had still to push to it
         self._name: str | None = None  # there
         self._place: Away | None = None  # there, as long as this member is to come back
+        self._comes_back = False  # so it is, also if a process before this one had the place
 
     def come_from_server(self, strategy: Strategy | None, was: Kind | None, kind: Kind, epoch: int) -> bool:
         """Where members come from a server to a process group: wait until all have pushed, and pull.
@@ -129,10 +134,11 @@ class Handover:
         """Keep a place at the server that was left, if there was one, as members come back to it."""
         if self._place is None and self._left is not None:
             self._place = Away(self._workshop.places, self._name, self._left.run)
+            self._comes_back = True
 
     def give_place_up(self, failure: BaseException | None = None) -> None:
         """Keep none any more; `failure`: by which this member ends, if it does."""
-        place, self._place = self._place, None
+        place, self._place, self._comes_back = self._place, None, False
         if place is not None:
             place.end(failure)
 
@@ -197,6 +203,7 @@ class Handover:
             "left": None if left is None else list(left),
             "name": self._name,
             "has_left": self._has_left,
+            "comes_back": self._comes_back,
             "has_begun": self.has_begun,
             "unbrought": None if self._unbrought is None else asdict(self._unbrought),
         }
@@ -208,7 +215,7 @@ class Handover:
         unbrought = state["unbrought"]
         self._unbrought = None if unbrought is None else _Unbrought(**unbrought)
         self._left, self._has_left = Left.of(state["left"]), state["has_left"]
-        self._name = state.get("name")
+        self._name, self._comes_back = state.get("name"), state.get("comes_back", False)
         self.has_begun = state["has_begun"]
 
     # ------------------------------------------------------------------ inside
@@ -234,15 +241,15 @@ class Handover:
         left, is_brought = None, False
         if isinstance(strategy, Served):
             left = self._left_by(strategy)
-            if self._place is not None and left is not None:
+            if self._comes_back and left is not None:
                 strategy.patience_s = left.patience_s
             if self._unbrought is not None and self._unbrought.is_due:
-                # Only here, where others wait: to ask for their group may be to wait for them.
-                strategy.patience_s = shared_patience(self._workshop, strategy.patience_s)
                 own, values = strategy, self._copies() if before is None else before
 
-                def bring() -> tuple[bool, float]:
+                def bring(most_s: float) -> tuple[bool, float]:
+                    until = time.monotonic() + most_s
                     self.give_place_up()
+                    own.patience_s = min(own.patience_s, max(until - time.monotonic(), LEAST_S))
                     return own.hand_over(left, values), _number(own.left)
 
                 is_taken, run = first_brings(self._workshop, bring)
@@ -251,7 +258,6 @@ class Handover:
             self.give_place_up()  # not before: the first one is there, whom the others wait for
         strategy.begin()
         if isinstance(strategy, Served):
-            strategy.patience_s = 0.0
             now, unbrought = strategy.left, self._unbrought
             # Also where this one has come to it later than the first.
             is_brought = unbrought is not None and unbrought.run != 0 and unbrought.run == _number(now)

@@ -54,7 +54,7 @@ class Left(NamedTuple):
         run: The server's, by its id.
         term: The life of its values.
         version: Of its model, whose values they went on from.
-        patience_s: How long it was waited for had it been lost, in seconds.
+        patience_s: How long it is waited for by who comes back, in seconds: as a lost one, or as any.
     """
 
     run: str
@@ -76,7 +76,7 @@ class Served(Strategy):
 
     Attributes:
         worker: None before `begin`, and where the server was lost or left.
-        patience_s: How long a server is waited for that was left to come back to it, as a lost one is.
+        patience_s: How long the server is tried to be reached as it is joined next.
         may_lack: It has joined another server than it had pushed to, or an older checkpoint of it, and pushed
             nothing there.
     """
@@ -92,7 +92,7 @@ class Served(Strategy):
         self._left: Left | None = None  # by the worker before
         self.worker: AsyncWorker | None = None  # from `begin` on
         self.may_lack = False
-        self.patience_s = 0.0
+        self.patience_s = CONNECT_S
 
     @property
     def version(self) -> int:
@@ -224,7 +224,8 @@ class Served(Strategy):
         try:
             if worker is None:
                 return self._left
-            return Left(worker.run_id, worker.term, worker.version, worker.reconnect_timeout_s)
+            patience_s = max(CONNECT_S, worker.reconnect_timeout_s)
+            return Left(worker.run_id, worker.term, worker.version, patience_s)
         except (ClosedError, ForkedError):  # as at Python's end, when a worker has said goodbye by itself
             return self._left
 
@@ -295,8 +296,9 @@ class Served(Strategy):
             loss_reduction=workshop.reduction,
             token=places.token,
             worker_id=self._worker_id,
-            connect_timeout_s=max(CONNECT_S, self.patience_s),
+            connect_timeout_s=self.patience_s,
         )
+        self.patience_s = CONNECT_S
         self._given = given
         if self._run not in (None, self.worker.run_id):
             found, left = self.worker.run_id, self._left
