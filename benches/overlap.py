@@ -1,11 +1,13 @@
 """What communication costs a training where it is overlapped: an MLP of 25e6 parameters, batch 32, AdamW.
 
     PYTHONPATH=python python benches/overlap.py [--rounds 6] [--every 10] [--kind averaging]
-        [--without gloo] [--device cpu] [--quick]
+        [--without wire] [--device cpu] [--quick]
 
 Two member processes, one thread each, train the same model in turns: without communication, a plain loop of
 torch's; averaging it every 10 steps behind the training, over gloo and over Offbeat's own transport with a
-server in a process of its own; and gathering 4 micro-batches to an update, without communication and with:
+server in a process of its own; and gathering 4 micro-batches to an update, without communication and with.
+"gloo" is a process group whose members are on one machine, and so add up through its memory; "wire" is the
+same with that switched off, so that what they send goes over the loopback, as it would go between machines;
 "bare" is torch's loop again, beside an all-reduce of as many bytes in each window and nothing of ours, which
 is what gloo and the kernel cost by themselves on this machine.
 
@@ -43,6 +45,7 @@ import machine
 import members
 import offbeat
 from harness import Line
+from offbeat.local.shared_memory import SWITCH
 from recovery import QUICK_SIZES, SIZES, make_model
 
 BATCH = 32
@@ -71,9 +74,11 @@ class Arm:
 ARMS = (
     Arm("averaging", "alone"),
     Arm("averaging", "gloo"),
+    Arm("averaging", "wire"),
     Arm("averaging", "tcp"),
     Arm("accumulating", "alone"),
     Arm("accumulating", "bare"),
+    Arm("accumulating", "wire"),
     Arm("accumulating", "gloo"),
 )
 
@@ -98,13 +103,16 @@ class Member:
             "world_size": distributed.get_world_size(),
             "device": device,
         }
-        self._averagers = {
-            "gloo": offbeat.AsyncModelAverager(self._model, communication_backend="gloo", **how),
-            "tcp": offbeat.AsyncModelAverager(self._model, server_address=address, **how),
-        }
-        self._accumulator = offbeat.AsyncGradientAccumulator(
-            self._model, accumulated, overlap=True, device=device
-        )
+        self._averagers = {"tcp": offbeat.AsyncModelAverager(self._model, server_address=address, **how)}
+        self._accumulators = {}
+        for name, switch in (("gloo", "1"), ("wire", "0")):
+            os.environ[SWITCH] = switch
+            self._averagers[name] = offbeat.AsyncModelAverager(
+                self._model, communication_backend="gloo", **how
+            )
+            self._accumulators[name] = offbeat.AsyncGradientAccumulator(
+                self._model, accumulated, overlap=True, device=device
+            )
         self._bare = torch.zeros(sum(p.numel() for p in self._model.parameters()), device=self._device)
         self._work: distributed.Work | None = None
         self._at = 0
@@ -135,7 +143,7 @@ class Member:
             "processor_s": (used[0] + used[1]) / len(seconds),
             "kernel_s": used[1] / len(seconds),
             "training_thread_s": used[2] / len(seconds),
-            "added_bytes": used[3] / periods,
+            "added_bytes": used[3] / periods if _is_averager(arm) else self._num_gathered(arm),
             "loopback_bytes": used[4] / periods,
         }
 
@@ -151,7 +159,9 @@ class Member:
     def _step(self, arm: Arm) -> Step:
         if arm.kind == "averaging":
             return self._alone if arm.name == "alone" else self._averaged(self._averagers[arm.name])
-        return {"alone": self._gathered_alone, "bare": self._gathered_bare, "gloo": self._gathered}[arm.name]
+        if arm.name in self._accumulators:
+            return self._gathered(self._accumulators[arm.name])
+        return {"alone": self._gathered_alone, "bare": self._gathered_bare}[arm.name]
 
     def _alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self._optimizer.zero_grad()
@@ -186,23 +196,31 @@ class Member:
             self._work.wait()
             self._work = None
 
-    def _gathered(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self._accumulator.train_step(
-            inputs=inputs, targets=targets, optimizer=self._optimizer, loss_fn=self._loss
-        )
+    def _gathered(self, accumulator: offbeat.AsyncGradientAccumulator) -> Step:
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+            accumulator.train_step(
+                inputs=inputs, targets=targets, optimizer=self._optimizer, loss_fn=self._loss
+            )
+
+        return step
 
     def _num_bytes(self, arm: Arm) -> int:
-        return (
-            self._averagers[arm.name].bytes_sent
-            if arm.name in self._averagers and arm.kind == "averaging"
-            else 0
-        )
+        """Tell what this member has added up over members, where it is counted."""
+        return self._averagers[arm.name].bytes_sent if _is_averager(arm) else 0
+
+    def _num_gathered(self, arm: Arm) -> int:
+        """Give the bytes of gradients that this member brings to each sum."""
+        return 0 if arm.name == "alone" else self._bare.nbytes
 
     def _end(self, arm: Arm) -> None:
         if arm.name == "bare":
             self._wait_bare()
         elif arm.name != "alone":
-            (self._averagers[arm.name] if arm.kind == "averaging" else self._accumulator).flush()
+            (self._averagers if arm.kind == "averaging" else self._accumulators)[arm.name].flush()
+
+
+def _is_averager(arm: Arm) -> bool:
+    return arm.kind == "averaging" and arm.name != "alone"
 
 
 def _processor() -> tuple[float, float]:
@@ -280,13 +298,14 @@ def summary(found: dict[Arm, list[list[Line]]], every: dict[str, int]) -> list[s
                 f"cost of {arm.kind}, {arm.name}: {_spread(time)} of step time; {target}; "
                 f"{_spread(processor)} of a member's processor time"
             )
-    ours, bare = Arm("accumulating", "gloo"), Arm("accumulating", "bare")
-    if ours in found and bare in found:
-        time, processor = (_costs(found, ours, of, bare) for of in (_step_s, _processor_s))
-        rows.append(
-            f"accumulating, gloo, against bare: {_spread(time)} of step time; {_spread(processor)} of a "
-            f"member's processor time"
-        )
+    bare = Arm("accumulating", "bare")
+    for ours in (Arm("accumulating", name) for name in ("wire", "gloo")):
+        if ours in found and bare in found:
+            time, processor = (_costs(found, ours, of, bare) for of in (_step_s, _processor_s))
+            rows.append(
+                f"accumulating, {ours.name}, against bare: {_spread(time)} of step time; "
+                f"{_spread(processor)} of a member's processor time"
+            )
     return rows
 
 
@@ -322,7 +341,11 @@ def main() -> None:
     parser.add_argument("--accumulated", type=int, default=4, help="micro-batches of an update")
     parser.add_argument("--kind", choices=list(PERIODS), help="of arms; all if not given")
     parser.add_argument(
-        "--without", action="append", default=[], choices=["gloo", "tcp", "bare"], help="arms of this name"
+        "--without",
+        action="append",
+        default=[],
+        choices=["gloo", "wire", "tcp", "bare"],
+        help="arms of this name",
     )
     parser.add_argument("--device", default="cpu", help="where both members train")
     parser.add_argument(

@@ -235,7 +235,7 @@ class Group:
         # another sums of different sizes otherwise, and torch ends a process to which that happens. What has
         # a gradient besides, trained anew or frozen by now, comes in a sum of its own: all know of it then.
         self._is_sent = self._wanted = self._are_trained()
-        self._sums = Sums.among(group, of="the gradients")
+        self._sums = Sums.among(group, of="the gradients", device=self._device)
         with self._sums.together() as own:
             check_made(own, "AsyncGradientAccumulator", self._device)
             check_alike(own, named, self._device)

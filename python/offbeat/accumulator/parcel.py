@@ -57,7 +57,7 @@ def _by_itself(like: nn.Parameter, gradient: torch.Tensor | None, scale: float) 
     """Give a gradient to be reduced where it is, if all of its memory is its own, or a copy of it."""
     if gradient is None:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    gradient = gradient.detach()
+    gradient = gradient.detach().resolve_conj().resolve_neg()  # else its memory is not what it is
     is_alone = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
     if not is_alone or (gradient.dtype, gradient.device) != (like.dtype, like.device):
         gradient = gradient.to(like.device, like.dtype, copy=True, memory_format=torch.contiguous_format)

@@ -394,7 +394,7 @@ class Group:
         self._rank = distributed.get_rank(group)
         self._device = named[0][1].device
         check_device(group, self._device)
-        self._sums = Sums.among(group, of="the models", more=more_time)
+        self._sums = Sums.among(group, of="the models", more=more_time, device=self._device)
         with self._sums.together() as own:
             check_made(own, "AsyncModelAverager", self._device)
             check_alike(own, named, self._device)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
-from offbeat.averaging.behind import Behind
+from offbeat.local.behind import Behind
 from offbeat.local.flat import Flat
 from offbeat.local.sums import Sums, reduce
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from offbeat import log, process
 from offbeat.averaging import waiting
-from offbeat.averaging.behind import Behind
 from offbeat.averaging.company import Company
 from offbeat.averaging.held import Arrays, array_of, check_held, holds, set_share
 from offbeat.averaging.members import NEXT_TO_NOTHING, Heard, Said, differing_terms, worded_terms
@@ -29,6 +28,7 @@ from offbeat.errors import (
     OffbeatTimeoutError,
     OtherTermsError,
 )
+from offbeat.local.behind import Behind
 from offbeat.local.flat import Flat, slices
 from offbeat.rounds import Entered, New
 from offbeat.telling import Waits

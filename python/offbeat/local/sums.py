@@ -1,4 +1,4 @@
-"""Sums over the members of a process group, added up on its own threads while this one goes on."""
+"""Sums over the members of a process group, added up on other threads while this one goes on."""
 
 import atexit
 import ctypes
@@ -8,13 +8,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import distributed
 
-from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
-from offbeat.local.group import destroy, own_group, timeout_of
+from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, OffbeatError
+from offbeat.local.behind import Behind
+from offbeat.local.group import carries, destroy, gathered, is_alike, own_group, timeout_of
+from offbeat.local.shared_memory import SharedMemory, fault_of_switch, machine, words_of_fault
 from offbeat.telling import Waits
 
 if TYPE_CHECKING:
@@ -35,14 +37,28 @@ _open: "weakref.WeakSet[Sums]" = weakref.WeakSet()
 class Sums:
     """All-reduces, of which one set may be under way at a time.
 
+    They go over the group, on its own threads. Between members that are all on one machine what is large goes
+    through its memory instead, on a thread of ours; see `SharedMemory`.
+
     A member that is gone is an error here, and in each call from then on: what other members have added to
     the sums under way is lost, and torch's group cannot go on.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, *, of: str, each: str = TO_FLUSH) -> None:
-        """`group`: one's own, which is destroyed at the end; `of`: what is added up, for people.
+    def __init__(
+        self,
+        group: distributed.ProcessGroup,
+        *,
+        of: str,
+        each: str = TO_FLUSH,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        """Begin with nothing under way.
 
-        `each`: what each member is to do, so that nobody waits in vain, for them, too.
+        Args:
+            group: One's own, which is destroyed at the end.
+            of: What is added up, for people.
+            each: What each member is to do, so that nobody waits in vain, for them, too.
+            memory: That all members have, as all know.
         """
         self._group: distributed.ProcessGroup | None = group
         self._pid = os.getpid()
@@ -50,6 +66,8 @@ class Sums:
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last of all, so that it comes before the default group is left
         self._of, self._each = of, each
+        self._memory = memory
+        self._behind = Behind[str | None]("offbeat-sums")
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
         self._waits = Waits()
@@ -63,15 +81,31 @@ class Sums:
         each: str = TO_FLUSH,
         more: timedelta = timedelta(0),
         backend: str | None = None,
+        device: torch.device | None = None,
     ) -> Self:
         """Make a group of the same members for it; see `own_group`. All call this in the same order.
 
+        Args:
+            group: The members.
+            of: As in `__init__`, as is `each`.
+            each: What each member is to do.
+            more: How much longer than in the group an operation waits for others.
+            backend: Another one than the group's.
+            device: Where this member has what is added up, if much is; all members give one, or none does.
+
         Raises:
             ConnectionLostError: If a member is lost.
+            ConfigError: If a member's environment has a switch of shared memory that is none; in all members.
         """
         try:
             with Waits().telling(lambda waited_s: _waiting(group, of, each, waited_s, more=more)):
-                return cls(own_group(group, more=more, backend=backend), of=of, each=each)
+                own = own_group(group, more=more, backend=backend)
+                try:
+                    memory = None if device is None else _memory_of(own, device)
+                except BaseException:
+                    destroy(own)
+                    raise
+                return cls(own, of=of, each=each, memory=memory)
         except RuntimeError as error:  # torch's store has waited for a member that did not come
             raise ConnectionLostError(_lost(of, each, error)) from None
 
@@ -101,11 +135,12 @@ class Sums:
         """
         held = [] if self._group is None else [self._group]
         works, self._works, self._group = self._works, [], None
+        self._memory = None  # which goes with what is under way
         if self._pid != os.getpid():
             _keep(*held, *works)
         elif held:
             destroy(held[0])
-            _let_go(held, after)
+            _let_go(held, [after, self._behind.under_way])
 
     def __del__(self) -> None:
         """Close it: nobody holds it any more."""
@@ -118,11 +153,20 @@ class Sums:
             ConnectionLostError: If a member is lost.
             ClosedError: If this is closed.
         """
-        self._works = self.start(lambda group: [reduce(tensor, group) for tensor in tensors])
+        every, memory = list(tensors), self._memory
+
+        def begin(group: distributed.ProcessGroup) -> list[distributed.Work]:
+            if memory is None or not memory.takes(every):
+                return [reduce(tensor, group) for tensor in every]
+            of, each = self._of, self._each
+            self._behind.begin(lambda: _through(memory, every, group, of, each))
+            return []
+
+        self._works = self.start(begin)
 
     def is_there(self) -> bool:
         """Tell whether the sums are, without waiting; of what has failed `finish` tells."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self._works) and self._behind.has_ended()
 
     def finish(self) -> None:
         """Wait until the tensors that were given are the sums over all members.
@@ -136,6 +180,7 @@ class Sums:
         _ = self.group  # once it is closed there is nothing to wait for, and no sum either
         with self.telling(is_there=self.is_there()):
             self.wait(self._works)
+            self._wait_behind()
         self._works = []
 
     def start(
@@ -151,6 +196,7 @@ class Sums:
             ClosedError: If this is closed.
         """
         group = self.group
+        self._wait_behind()
         try:
             return begin(group)
         except RuntimeError as error:
@@ -173,6 +219,7 @@ class Sums:
         try:
             group = self.group
             with self.telling():
+                self._wait_behind()
                 yield group
         except OffbeatError:  # some are RuntimeErrors, too, and say themselves what is wrong
             raise
@@ -215,9 +262,56 @@ class Sums:
         with self._waits.telling(lambda waited_s: _waiting(group, self._of, self._each, waited_s)):
             yield
 
+    def _wait_behind(self) -> None:
+        """Wait for what goes through memory, also of sums that nobody takes notice of any more.
+
+        It asks the group, too, and all members have to ask it for the same in the same order.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        self._behind.wait()
+        if self._lost is None and self._behind.under_way is not None:
+            self._lost = self._behind.take()
+        if self._lost is not None:
+            raise ConnectionLostError(self._lost)
+
     def _lose(self, error: RuntimeError) -> NoReturn:
         self._lost = _lost(self._of, self._each, error)
         raise ConnectionLostError(self._lost) from None  # whose cause is in the text
+
+
+def _memory_of(group: distributed.ProcessGroup, device: torch.device) -> SharedMemory | None:
+    """Have members tell one another what machine each can share memory on; give some, where all can on one.
+
+    Raises:
+        ConfigError: If a member's environment has a switch that is none.
+    """
+    if not carries(group, "cpu"):
+        return None
+    cpu = torch.device("cpu")
+    here = [machine(), fault_of_switch()] if device.type == "cpu" else [None, None]
+    everybody = [here] if is_alike(group, here, cpu) else gathered(group, here)
+    for rank, (_, fault) in enumerate(everybody):
+        if fault is not None:
+            raise ConfigError(words_of_fault(fault, rank))
+    return SharedMemory() if len(everybody) == 1 and here[0] is not None else None
+
+
+def _through(
+    memory: SharedMemory, tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup, of: str, each: str
+) -> str | None:
+    """Add up through memory; tell what went wrong in words, for an error would hold all of these."""
+    try:
+        memory.add_up(tensors, group)
+    except RuntimeError as error:
+        return _lost(of, each, error)
+    except Exception as error:  # noqa: BLE001  said where it is waited for
+        return (
+            f"{of} of all members could not be put together, for this one could not go on with its part "
+            f"({type(error).__name__}: {error}): start all of them again"
+        )
+    return None
 
 
 def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed.Work:
@@ -257,12 +351,13 @@ def _waiting(
     )
 
 
-def _let_go(held: list[distributed.ProcessGroup], after: "Future[None] | None") -> None:
+def _let_go(held: list[distributed.ProcessGroup], after: "Sequence[Future[Any] | None]") -> None:
     """Let go of the last reference to a group, with which torch waits for what is under way in it."""
 
     def let_go() -> None:
-        if after is not None:
-            after.exception()
+        for future in after:
+            if future is not None:
+                future.exception()
         held.clear()
 
     thread = threading.Thread(target=let_go, name="offbeat-closing", daemon=True)

@@ -1,0 +1,299 @@
+"""Sums over members that are processes of one machine, through memory that all of them have mapped.
+
+Over a socket the kernel copies each byte as it is sent and as it is received, also where both ends are on one
+machine, and that time is taken from training. Here each member writes what others need of its own once, and
+they read it there; `benches/overlap.py` has both ways.
+
+The process group is asked only whether all are there: so a member that is lost is noticed as in any of its
+operations, and for as long waited for.
+"""
+
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import distributed
+
+from offbeat import log
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["SWITCH", "SharedMemory", "fault_of_switch", "machine", "words_of_fault"]
+
+SWITCH: Final = "OFFBEAT_SHARED_MEMORY"
+"""In the environment: "0" has sums go through the process group on one machine, too, as between machines."""
+
+LEAST: Final = 1 << 20
+"""Bytes from which a sum is worth the three times that all ask whether the others are there."""
+
+LINE: Final = 64
+"""Bytes at whose multiples parts begin, so that no two members write to one line of a cache."""
+
+PIECE: Final = 1 << 20
+"""Bytes that are added up before they are put where the others see them: they are in a core's cache still."""
+
+KINDS: Final = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+"""That are added up here; of other dtypes numpy has not all."""
+
+ADD_SEALS: Final = 1033
+SEALS: Final = 1 | 2 | 4
+"""On Linux, against more seals, shrinking and growing: who has mapped what is taken away ends by SIGBUS.
+
+By number, as a Python that was built for an old system has no names for them.
+"""
+
+
+def machine() -> str | None:
+    """Name the machine that this process can share memory on, alike in all processes there; None: none."""
+    has_any = sys.platform == "linux" and hasattr(os, "memfd_create")  # which some Pythons are built without
+    if not has_any or os.environ.get(SWITCH) == "0":
+        return None
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def fault_of_switch() -> str | None:
+    """Tell what is wrong with the environment's switch, as it was given."""
+    switch = os.environ.get(SWITCH, "1")
+    return None if switch in {"0", "1"} else switch
+
+
+def words_of_fault(switch: str, rank: int) -> str:
+    """Say so, in the same words in all members."""
+    return (
+        f"{SWITCH} is {switch!r} in the environment of member {rank}: give 1, which is as if it was not "
+        f"there, or 0 for sums that go through the process group also where all members are on one machine"
+    )
+
+
+class SharedMemory:
+    """Adds up tensors over the members of a process group, all of which are on one machine.
+
+    Each member has one segment, which the others have mapped to read it. A tensor is cut in as many chunks as
+    there are members, and each adds up one of them: a reduce-scatter and an all-gather, as of a ring. So each
+    chunk's sum is one member's, and is the same in all, bit for bit.
+
+    The memory has no name in any directory: it is gone with the last process that holds it, however it ends.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no memory: how much is wanted is known with the first sum."""
+        self._segments: list[np.ndarray[Any, Any]] = []
+        self._is_there = True
+
+    def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell, alike in all members, whether tensors are to be added up here."""
+        are_fit = all(tensor.dtype in KINDS for tensor in tensors)
+        return self._is_there and are_fit and sum(tensor.nbytes for tensor in tensors) >= LEAST
+
+    def add_up(self, tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> None:
+        """Make each tensor the sum over all members, in place. Waits for them.
+
+        Nothing is asked of torch's registry, where a group may be forgotten by now that others wait in still.
+
+        Args:
+            tensors: Contiguous, of the same shapes and dtypes in all members.
+            group: The members.
+
+        Raises:
+            RuntimeError: If a member is lost.
+        """
+        rank = group.rank()
+        own = [tensor.detach().view(-1).numpy() for tensor in tensors]
+        if not self._has_room(sum(_room(array.nbytes) for array in own), group):
+            for tensor in tensors:
+                group.allreduce([tensor]).wait()
+            return
+        every = [list(_parts(segment, own)) for segment in self._segments]
+        by_array = [_Shared(*one, rank) for one in zip(own, zip(*every, strict=True), strict=True)]
+        _are_there(group)  # and so nobody reads what was here before
+        for shared in by_array:
+            shared.show()
+        _are_there(group)
+        for shared in by_array:
+            shared.reduce()
+        _are_there(group)
+        for shared in by_array:
+            shared.gather()
+
+    def _has_room(self, num_bytes: int, group: distributed.ProcessGroup) -> bool:
+        """Have all members make segments of a size, and map one another's; if one cannot, none does."""
+        if self._segments and self._segments[0].nbytes >= num_bytes:
+            return True
+        self._segments = []  # what is too small goes first
+        self._segments = _segments(num_bytes, group)
+        self._is_there = bool(self._segments)
+        return self._is_there
+
+
+class _Shared:
+    """One array, and the part of each member's segment that is for it."""
+
+    def __init__(
+        self, own: "np.ndarray[Any, Any]", parts: "Sequence[np.ndarray[Any, Any]]", rank: int
+    ) -> None:
+        self._own = own
+        self._part = parts[rank]
+        chunks = _chunks(own.size, len(parts))
+        self._chunk = chunks[rank]
+        self._others = [
+            (chunk, part)
+            for other, (chunk, part) in enumerate(zip(chunks, parts, strict=True))
+            if other != rank
+        ]
+
+    def show(self) -> None:
+        """Put what others add up where they see it."""
+        for chunk, _ in self._others:
+            self._part[chunk] = self._own[chunk]
+
+    def reduce(self) -> None:
+        """Add up this member's chunk, and put it where the others see it."""
+        import numpy as np
+
+        # What is not finite is judged by whoever asked for the sum, in all members alike.
+        with np.errstate(all="ignore"):
+            for piece in _pieces(self._chunk, self._own.itemsize):
+                for _, part in self._others:
+                    self._own[piece] += part[piece]
+                self._part[piece] = self._own[piece]
+
+    def gather(self) -> None:
+        """Take what others have added up."""
+        for chunk, part in self._others:
+            self._own[chunk] = part[chunk]
+
+
+def _segments(num_bytes: int, group: distributed.ProcessGroup) -> list["np.ndarray[Any, Any]"]:
+    """Give all members' segments by rank, or nothing, in all of them.
+
+    Whatever goes wrong here, the others hear of it: they wait in what comes next.
+    """
+    token = int.from_bytes(os.urandom(6), "little")
+    parts: list[np.ndarray[Any, Any]] = []
+    file, why = -1, "another member could not have it, or map it, as its log says"
+    try:
+        file = _made(token, num_bytes)
+    except Exception as error:  # noqa: BLE001
+        why = f"none could be had: {error}"
+    try:
+        said = torch.tensor([os.getpid(), file, token], device="cpu")
+        everybody = [torch.empty_like(said) for _ in range(group.size())]
+        group.allgather([everybody], [said]).wait()
+        places = [tuple(map(int, one.tolist())) for one in everybody]
+        if all(number >= 0 for _, number, _ in places):
+            try:
+                own, rank = _mapped(file, num_bytes, is_own=True), group.rank()
+                parts = [
+                    own if other == rank else _opened(place, num_bytes) for other, place in enumerate(places)
+                ]
+            except Exception as error:  # noqa: BLE001
+                why = f"another member's cannot be mapped: {error}"
+        if not _are_there(group, is_well=bool(parts)):
+            parts = []
+    finally:
+        if file >= 0:
+            os.close(file)  # what has mapped it has a descriptor of its own
+    size = f"{num_bytes / 1e6:.4g} MB a member"
+    if parts:
+        log.debug("sums of %d members go through this machine's memory, %s", group.size(), size)
+    else:
+        log.info(
+            "sums go through the process group, as between machines, since members do not share memory (%s): "
+            "%s; %s=0 in the environment does not ask for any",
+            size, why, SWITCH,
+        )  # fmt: skip
+    return parts
+
+
+def _made(token: int, num_bytes: int) -> int:
+    """Make memory, all of it, so that none is missing later; give its descriptor."""
+    file = os.memfd_create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+        fcntl.fcntl(file, ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _opened(place: tuple[int, ...], num_bytes: int) -> "np.ndarray[Any, Any]":
+    """Map another member's memory.
+
+    Raises:
+        OSError: If that cannot be had, or is not its: in another container a process may have its number.
+    """
+    pid, number, token = place
+    path = f"/proc/{pid}/fd/{number}"
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not str(Path(f"/proc/self/fd/{file}").readlink()).startswith(f"/memfd:{_name(token)}"):
+            raise OSError(f"{path} is not its memory, as where it is in another container")
+        return _mapped(file, num_bytes, is_own=False)
+    finally:
+        os.close(file)
+
+
+def _mapped(file: int, num_bytes: int, *, is_own: bool) -> "np.ndarray[Any, Any]":
+    """Map memory, for this process alone: children that it forks add up nothing, and would hold it."""
+    import numpy as np
+
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_own else 0)
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_own else 0)  # all of it is its member's to write
+    memory = mmap.mmap(file, num_bytes, flags=flags, prot=protection)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(memory, dtype=np.uint8)  # which holds the memory
+
+
+def _name(token: int) -> str:
+    return f"offbeat-{token:012x}"
+
+
+def _are_there(group: distributed.ProcessGroup, *, is_well: bool = True) -> bool:
+    """Wait until all members have come to here, and tell whether all are well.
+
+    Raises:
+        RuntimeError: If one is lost.
+    """
+    flag = torch.tensor([int(is_well)], device="cpu")
+    options = distributed.AllreduceOptions()
+    options.reduceOp = distributed.ReduceOp.MIN
+    group.allreduce([flag], options).wait()
+    return bool(flag.item())
+
+
+def _room(num_bytes: int) -> int:
+    return -(-num_bytes // LINE) * LINE
+
+
+def _parts(
+    segment: "np.ndarray[Any, Any]", like: Sequence["np.ndarray[Any, Any]"]
+) -> Iterator["np.ndarray[Any, Any]"]:
+    """Give the parts of a segment that are for arrays, one behind the other."""
+    begin = 0
+    for array in like:
+        yield segment[begin : begin + array.nbytes].view(array.dtype)
+        begin += _room(array.nbytes)
+
+
+def _chunks(num: int, size: int) -> list[slice]:
+    """Cut so many numbers in one chunk for each member; those of few numbers are empty but for the last."""
+    each = num // size // LINE * LINE
+    edges = [*(each * rank for rank in range(size)), num]
+    return [slice(begin, end) for begin, end in pairwise(edges)]
+
+
+def _pieces(chunk: slice, itemsize: int) -> Iterator[slice]:
+    step = PIECE // itemsize
+    for begin in range(chunk.start, chunk.stop, step):
+        yield slice(begin, min(begin + step, chunk.stop))

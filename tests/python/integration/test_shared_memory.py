@@ -1,0 +1,341 @@
+"""Members of one machine add up through its memory: what comes of it, and what of members that die in it."""
+
+import functools
+import gc
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+
+import offbeat
+from offbeat.errors import ConfigError, ConnectionLostError
+from offbeat.local import shared_memory
+from offbeat.local.sums import Sums
+from support.group import together
+from support.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+CPU = torch.device("cpu")
+LARGE = shared_memory.LEAST // 4
+"""Numbers of float32 that are worth going through memory."""
+
+
+def mapped():
+    """Count the segments that this process has mapped."""
+    return len(re.findall(r"/memfd:offbeat-", Path("/proc/self/maps").read_text()))
+
+
+def tensors(rank, shapes, dtype):
+    random = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=random, dtype=dtype) for shape in shapes]
+
+
+def added(rank, sets, dtype, switch):
+    """Add up one set of tensors after another; give what came of each, and the mapped segments at each."""
+    os.environ[shared_memory.SWITCH] = switch
+    group = distributed.group.WORLD
+    sums = Sums.among(group, of="numbers", device=CPU)
+    found, segments = [], []
+    for shapes in sets:
+        given = tensors(rank, shapes, dtype)
+        sums.begin(given)
+        sums.finish()
+        assert sums.is_there()
+        found.append([one.numpy() for one in given])
+        segments.append(mapped())
+    sums.close()
+    os.environ.pop(shared_memory.SWITCH)
+    return found, segments, mapped()
+
+
+SETS = [
+    [(LARGE,)],
+    [(3,), (), (700, 501), (0,), (LARGE // 2, 2)],  # larger: other segments
+    [(5,)],  # not worth it
+    [(2, 1), (LARGE - 2,)],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_those_of_all_members_and_alike_in_all_bit_for_bit(size, dtype):
+    everybody = together(added, size, SETS, dtype, "1")
+    over_the_group = together(added, size, SETS, dtype, "0")
+    for (found, segments, left), (other, none, _) in zip(everybody, over_the_group, strict=True):
+        assert segments == [size] * len(SETS)
+        assert left == 0, "closed, nobody holds any"
+        assert none == [0] * len(SETS)
+        for shapes, ours, theirs, first in zip(SETS, found, other, everybody[0][0], strict=True):
+            exact = [
+                sum(parts[1:], parts[0])
+                for parts in zip(*(tensors(r, shapes, dtype) for r in range(size)), strict=True)
+            ]
+            for one, two, three, four in zip(ours, theirs, exact, first, strict=True):
+                assert np.array_equal(one, four), "alike in all"
+                np.testing.assert_allclose(one, three.numpy(), rtol=1e-5, atol=1e-5)
+                if size == 2:
+                    assert np.array_equal(one, two), "of two numbers there is one sum"
+
+
+def not_alike(rank, what):
+    """Let one member alone have no shared memory."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1 and what == "the switch":
+        os.environ[shared_memory.SWITCH] = "0"
+    missing = rank == 1 and what == "the call"  # as in a Python that was built for an old system
+    with mock.patch.object(shared_memory, "os", wraps=os) if missing else nullcontext() as system:
+        if missing:
+            del system.memfd_create
+        sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    os.environ.pop(shared_memory.SWITCH, None)
+    if rank == 1 and what == "the limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    found = []
+    for _ in range(2):
+        given = [torch.full((LARGE,), 1.0 + rank)]
+        sums.begin(given)
+        sums.finish()
+        found.append(given[0].unique().tolist())
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    segments = mapped()
+    sums.close()
+    return found, segments
+
+
+@pytest.mark.parametrize("what", ["the switch", "the call", "the limit"])
+def test_where_one_member_has_no_such_memory_all_add_up_over_the_group(what):
+    assert together(not_alike, 2, what) == [([[3.0], [3.0]], 0)] * 2
+
+
+def badly_set(rank):
+    if rank == 1:
+        os.environ[shared_memory.SWITCH] = "no"
+    with pytest.raises(ConfigError) as refused:
+        offbeat.AsyncGradientAccumulator(nn.Linear(1, 1), 1)
+    os.environ.pop(shared_memory.SWITCH, None)
+    return str(refused.value)
+
+
+def test_a_switch_of_one_member_that_is_neither_on_nor_off_is_refused_in_all_by_its_name():
+    first, second = together(badly_set, 2)
+    assert first == second
+    assert "OFFBEAT_SHARED_MEMORY is 'no' in the environment of member 1: give 1" in first
+
+
+@pytest.mark.parametrize("values", [(3e38, 3e38), (math.inf, -math.inf), (math.nan, 1.0)])
+def test_what_is_not_finite_is_no_warning_of_one_member(values):
+    for ends in together(not_finite, 2, values):
+        total = torch.tensor(values[0]) + torch.tensor(values[1])
+        assert np.array_equal(ends, [total.item()] * 2, equal_nan=True)
+
+
+def not_finite(rank, values):
+    """Add up values in the chunk of each member, where a warning would be an error."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    given = torch.zeros(LARGE)
+    given[0] = given[-1] = values[rank]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums.begin([given])
+        sums.finish()
+    sums.close()
+    return given[[0, -1]].tolist()
+
+
+def large_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 1 << 9), nn.Tanh(), nn.Linear(1 << 9, 1 << 10))
+
+
+def batch(rank, number):
+    random = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(4, 6, generator=random), torch.randint(1 << 10, (4,), generator=random)
+
+
+def trained(rank, switch):
+    """Accumulate, and then average; give the parameters, and how many segments there were."""
+    os.environ[shared_memory.SWITCH] = switch
+    ours = large_model()
+    live = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with (
+        offbeat.AsyncGradientAccumulator(ours, 2, overlap=True) as accumulator,
+        offbeat.AsyncModelAverager(
+            ours, averaging_frequency=2, communication_backend="gloo", overlap=False
+        ) as averager,
+    ):
+        os.environ.pop(shared_memory.SWITCH)
+        for one in (accumulator, averager):
+            for number in range(6):
+                inputs, targets = batch(rank, number)
+                one.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=nn.CrossEntropyLoss())
+            one.flush()
+        segments = mapped()
+    return [p.detach().numpy() for p in ours.parameters()], segments, mapped()
+
+
+def test_what_is_trained_through_memory_is_bit_for_bit_what_is_trained_over_the_group():
+    (first, segments, left), (second, *_) = together(trained, 2, "1")
+    (over_the_group, none, _), _ = together(trained, 2, "0")
+    assert (segments, none, left) == (4, 0, 0)
+    assert all(map(np.array_equal, first, second))
+    assert all(map(np.array_equal, first, over_the_group))
+
+
+def taking_no_notice(rank):
+    """Begin a sum and go on with other things on the group, as who loads a state in mid-round does."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    found = []
+    for number in range(20):
+        sums.begin([torch.full((LARGE,), 1.0 + rank)])
+        with sums.together() as group:
+            told = torch.tensor([number + rank])
+            distributed.all_reduce(told, group=group)
+        given = [torch.full((LARGE,), 1.0 + rank)]
+        sums.begin(given)
+        sums.finish()
+        found.append((told.item(), given[0].unique().tolist()))
+    sums.close()
+    return found
+
+
+def test_what_nobody_takes_notice_of_is_ended_before_anything_else_is_asked_of_the_group():
+    assert together(taking_no_notice, 2) == [[(2 * number + 1, [3.0]) for number in range(20)]] * 2
+
+
+def dying(rank, begins_first, ready, gone, said):
+    """Be killed where the others wait for this member's part of a sum that is under way in them."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    given = [torch.full((LARGE,), 1.0)]
+    sums.begin(given)
+    sums.finish()
+    if rank == 1:
+        wait_for(ready.exists, timeout_s=60)
+        gone.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    sums.begin(given)
+    assert not sums.is_there()
+    ready.touch()
+    wait_for(gone.exists, timeout_s=60)
+    told = []
+    begins = functools.partial(sums.begin, given)
+    for act in [begins, sums.finish, begins] if begins_first else [sums.finish, sums.finish, begins]:
+        try:
+            act()
+        except ConnectionLostError as error:
+            told.append(str(error))
+    gc.disable()
+    sums.close()
+    told.append(str(mapped()))
+    gc.enable()
+    said.write_text("\n".join(told))
+
+
+@pytest.mark.parametrize("begins_first", [False, True])
+def test_a_member_that_is_killed_in_mid_sum_is_an_error_each_time_and_its_memory_goes(begins_first, tmp_path):
+    with pytest.raises(EOFError):  # of the one that is killed
+        together(dying, 2, begins_first, tmp_path / "ready", tmp_path / "gone", tmp_path / "said")
+    *told, left = (tmp_path / "said").read_text().splitlines()
+    assert left == "0", "closed, nobody holds any"
+    assert len(told) == 3
+    assert all("numbers of all members could not be put together, for one is gone" in one for one in told)
+
+
+def closing(rank, closed):
+    """Close with a sum under way, to which the other one comes later."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    given = [torch.full((LARGE,), 1.0 + rank)]
+    if rank == 1:
+        wait_for(closed.exists, timeout_s=60)
+        sums.begin(given)
+        sums.finish()
+        sums.close()
+        return given[0].unique().tolist()
+    sums.begin(given)
+    thread = threading.Thread(target=sums.close)
+    thread.start()
+    wait_for(lambda: sums._group is None, timeout_s=60)
+    closed.touch()
+    thread.join()
+    wait_for(lambda: bool((given[0] == 3).all()), timeout_s=60)
+    return given[0].unique().tolist()
+
+
+def test_a_sum_that_is_under_way_as_a_member_closes_is_made_with_it_all_the_same(tmp_path):
+    assert together(closing, 2, tmp_path / "closed") == [[3.0]] * 2
+
+
+def interrupted(rank, asked):
+    """Be interrupted in the wait for the other member, and wait again."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    given = [torch.full((LARGE,), 1.0 + rank)]
+    if rank == 1:
+        wait_for(asked.exists, timeout_s=60)
+        sums.begin(given)
+        sums.finish()
+        return given[0].unique().tolist(), False
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    sums.begin(given)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    was_heard = False
+    try:
+        sums.finish()
+    except KeyboardInterrupt:
+        was_heard = not asked.exists()
+    signal.signal(signal.SIGALRM, before)
+    asked.touch()
+    sums.finish()
+    return given[0].unique().tolist(), was_heard
+
+
+def test_a_wait_that_is_broken_off_is_heard_at_once_and_loses_nothing(tmp_path):
+    assert together(interrupted, 2, tmp_path / "asked") == [([3.0], True), ([3.0], False)]
+
+
+OPENING = """
+import os, sys
+os.setuid(65534)
+for number in sys.argv[2:]:
+    try:
+        os.open(f"/proc/{sys.argv[1]}/fd/{number}", os.O_RDONLY)
+    except PermissionError:
+        print("refused")
+"""
+"""By another user of the machine."""
+
+
+def looked_at(rank):
+    """Tell how segments are mapped, and what another user gets who opens one's own by its descriptor."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    sums.begin([torch.ones(LARGE)])
+    sums.finish()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    modes = sorted(line.split()[1] for line in lines if "/memfd:offbeat-" in line)
+    open_now = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]  # not what listed them
+    numbers = [one.name for one in open_now if "memfd:offbeat-" in str(one.readlink())]
+    told = ""
+    if os.geteuid() == 0:  # else nobody can be another
+        command = [sys.executable, "-c", OPENING, str(os.getpid()), *numbers]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sums.close()
+    return modes, len(numbers), told.split()
+
+
+def test_nobody_but_its_user_opens_it_and_members_map_one_anothers_to_read():
+    for modes, num, told in together(looked_at, 2):
+        assert modes == ["r--s", "rw-s"]
+        assert num > 0
+        assert told == ["refused"] * (num if os.geteuid() == 0 else 0)
