@@ -113,6 +113,7 @@ class Member:
             self._accumulators[name] = offbeat.AsyncGradientAccumulator(
                 self._model, accumulated, overlap=True, device=device
             )
+        del os.environ[SWITCH]
         self._bare = torch.zeros(sum(p.numel() for p in self._model.parameters()), device=self._device)
         self._work: distributed.Work | None = None
         self._at = 0
@@ -354,7 +355,8 @@ def main() -> None:
     given = parser.parse_args()
     print(json.dumps(machine.describe()))
     rounds = 2 if given.quick else given.rounds
-    arms = [arm for arm in ARMS if given.kind in {None, arm.kind} and arm.name not in given.without]
+    without = {*given.without, *([] if given.device == "cpu" else ["wire"])}  # on a GPU "gloo" is the same
+    arms = [arm for arm in ARMS if given.kind in {None, arm.kind} and arm.name not in without]
     server = offbeat.ParameterServer(host="127.0.0.1", port=0, transaction="model")
     with server, members.members(2) as group:
         group.call(begin, server.address, given, timeout_s=TIMEOUT_S)

@@ -9,10 +9,11 @@ operations, and for as long waited for.
 """
 
 import fcntl
+import functools
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from offbeat import log
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SWITCH", "SharedMemory", "fault_of_switch", "machine", "words_of_fault"]
+__all__ = ["SWITCH", "GoneError", "SharedMemory", "fault_of_switch", "machine", "words_of_fault"]
 
 SWITCH: Final = "OFFBEAT_SHARED_MEMORY"
 """In the environment: "0" has sums go through the process group on one machine, too, as between machines."""
@@ -75,6 +76,10 @@ def words_of_fault(switch: str, rank: int) -> str:
     )
 
 
+class GoneError(Exception):
+    """A member is lost, or was waited for too long; in torch's words."""
+
+
 class SharedMemory:
     """Adds up tensors over the members of a process group, all of which are on one machine.
 
@@ -83,6 +88,7 @@ class SharedMemory:
     chunk's sum is one member's, and is the same in all, bit for bit.
 
     The memory has no name in any directory: it is gone with the last process that holds it, however it ends.
+    What was forked from a member after the first sum, as a loader's worker, holds it as well.
     """
 
     def __init__(self) -> None:
@@ -105,13 +111,13 @@ class SharedMemory:
             group: The members.
 
         Raises:
-            RuntimeError: If a member is lost.
+            GoneError: If a member is lost.
         """
         rank = group.rank()
         own = [tensor.detach().view(-1).numpy() for tensor in tensors]
         if not self._has_room(sum(_room(array.nbytes) for array in own), group):
             for tensor in tensors:
-                group.allreduce([tensor]).wait()
+                _asked(functools.partial(group.allreduce, [tensor]))
             return
         every = [list(_parts(segment, own)) for segment in self._segments]
         by_array = [_Shared(*one, rank) for one in zip(own, zip(*every, strict=True), strict=True)]
@@ -188,7 +194,7 @@ def _segments(num_bytes: int, group: distributed.ProcessGroup) -> list["np.ndarr
     try:
         said = torch.tensor([os.getpid(), file, token], device="cpu")
         everybody = [torch.empty_like(said) for _ in range(group.size())]
-        group.allgather([everybody], [said]).wait()
+        _asked(functools.partial(group.allgather, [everybody], [said]))
         places = [tuple(map(int, one.tolist())) for one in everybody]
         if all(number >= 0 for _, number, _ in places):
             try:
@@ -216,7 +222,7 @@ def _segments(num_bytes: int, group: distributed.ProcessGroup) -> list["np.ndarr
 
 
 def _made(token: int, num_bytes: int) -> int:
-    """Make memory, all of it, so that none is missing later; give its descriptor."""
+    """Make memory, all of it, so that a system that has not as much says so now; give its descriptor."""
     file = os.memfd_create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(file, 0, num_bytes)
@@ -245,13 +251,12 @@ def _opened(place: tuple[int, ...], num_bytes: int) -> "np.ndarray[Any, Any]":
 
 
 def _mapped(file: int, num_bytes: int, *, is_own: bool) -> "np.ndarray[Any, Any]":
-    """Map memory, for this process alone: children that it forks add up nothing, and would hold it."""
+    """Map memory, as one's own or to read it; what maps it is what holds it."""
     import numpy as np
 
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_own else 0)
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_own else 0)  # all of it is its member's to write
     memory = mmap.mmap(file, num_bytes, flags=flags, prot=protection)
-    memory.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(memory, dtype=np.uint8)  # which holds the memory
 
 
@@ -263,13 +268,25 @@ def _are_there(group: distributed.ProcessGroup, *, is_well: bool = True) -> bool
     """Wait until all members have come to here, and tell whether all are well.
 
     Raises:
-        RuntimeError: If one is lost.
+        GoneError: If one is lost.
     """
     flag = torch.tensor([int(is_well)], device="cpu")
     options = distributed.AllreduceOptions()
     options.reduceOp = distributed.ReduceOp.MIN
-    group.allreduce([flag], options).wait()
+    _asked(functools.partial(group.allreduce, [flag], options))
     return bool(flag.item())
+
+
+def _asked(ask: Callable[[], distributed.Work]) -> None:
+    """Ask a group for something, and wait for it; its errors are told from those of this process alone.
+
+    Raises:
+        GoneError: If a member is lost.
+    """
+    try:
+        ask().wait()
+    except RuntimeError as error:
+        raise GoneError(str(error)) from None
 
 
 def _room(num_bytes: int) -> int:

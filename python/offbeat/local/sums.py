@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import functools
 import os
 import threading
 import weakref
@@ -16,7 +17,7 @@ from torch import distributed
 from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, OffbeatError
 from offbeat.local.behind import Behind
 from offbeat.local.group import carries, destroy, gathered, is_alike, own_group, timeout_of
-from offbeat.local.shared_memory import SharedMemory, fault_of_switch, machine, words_of_fault
+from offbeat.local.shared_memory import GoneError, SharedMemory, fault_of_switch, machine, words_of_fault
 from offbeat.telling import Waits
 
 if TYPE_CHECKING:
@@ -60,17 +61,17 @@ class Sums:
             each: What each member is to do, so that nobody waits in vain, for them, too.
             memory: That all members have, as all know.
         """
-        self._group: distributed.ProcessGroup | None = group
         self._pid = os.getpid()
-        _open.add(self)
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)  # last of all, so that it comes before the default group is left
         self._of, self._each = of, each
         self._memory = memory
         self._behind = Behind[str | None]("offbeat-sums")
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
         self._waits = Waits()
+        self._group: distributed.ProcessGroup | None = group
+        _open.add(self)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # last of all, so that it comes before the default group is left
 
     @classmethod
     def among(
@@ -149,6 +150,8 @@ class Sums:
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Start to add up tensors, in place; they are nobody's until `finish`.
 
+        Those of before are waited for, if nobody did.
+
         Raises:
             ConnectionLostError: If a member is lost.
             ClosedError: If this is closed.
@@ -158,8 +161,11 @@ class Sums:
         def begin(group: distributed.ProcessGroup) -> list[distributed.Work]:
             if memory is None or not memory.takes(every):
                 return [reduce(tensor, group) for tensor in every]
-            of, each = self._of, self._each
-            self._behind.begin(lambda: _through(memory, every, group, of, each))
+            through = functools.partial(_through, memory, every, group, self._of, self._each)
+            try:
+                self._behind.begin(through)
+            except RuntimeError:  # no thread is to be had: it is done here, as the others count on it
+                self._lost = through()
             return []
 
         self._works = self.start(begin)
@@ -186,7 +192,7 @@ class Sums:
     def start(
         self, begin: Callable[[distributed.ProcessGroup], list[distributed.Work]]
     ) -> list[distributed.Work]:
-        """Start something else over the same group, to `wait` for.
+        """Start something else over the same group, to `wait` for; sums that are under way end first.
 
         Args:
             begin: Starts it without waiting.
@@ -196,9 +202,12 @@ class Sums:
             ClosedError: If this is closed.
         """
         group = self.group
-        self._wait_behind()
         try:
+            with self.telling(is_there=self._behind.has_ended()):
+                self._wait_behind()
             return begin(group)
+        except OffbeatError:  # which says itself what is wrong
+            raise
         except RuntimeError as error:
             self._lose(error)
         except BaseException as error:  # as Ctrl-C: other members wait for all of them, or none
@@ -270,9 +279,9 @@ class Sums:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        self._behind.wait()
-        if self._lost is None and self._behind.under_way is not None:
-            self._lost = self._behind.take()
+        if self._lost is None and (under_way := self._behind.under_way) is not None:
+            self._lost = under_way.result()
+            self._behind.take()
         if self._lost is not None:
             raise ConnectionLostError(self._lost)
 
@@ -290,7 +299,7 @@ def _memory_of(group: distributed.ProcessGroup, device: torch.device) -> SharedM
     if not carries(group, "cpu"):
         return None
     cpu = torch.device("cpu")
-    here = [machine(), fault_of_switch()] if device.type == "cpu" else [None, None]
+    here = [machine() if device.type == "cpu" else None, fault_of_switch()]
     everybody = [here] if is_alike(group, here, cpu) else gathered(group, here)
     for rank, (_, fault) in enumerate(everybody):
         if fault is not None:
@@ -304,7 +313,7 @@ def _through(
     """Add up through memory; tell what went wrong in words, for an error would hold all of these."""
     try:
         memory.add_up(tensors, group)
-    except RuntimeError as error:
+    except GoneError as error:
         return _lost(of, each, error)
     except Exception as error:  # noqa: BLE001  said where it is waited for
         return (
@@ -321,7 +330,7 @@ def reduce(tensor: torch.Tensor, group: distributed.ProcessGroup) -> distributed
     return work
 
 
-def _lost(of: str, each: str, error: RuntimeError) -> str:
+def _lost(of: str, each: str, error: Exception) -> str:
     """Word that a member is lost, and what to do; last torch's cause, which begins with its own paths."""
     cause = str(error).strip().partition("\n")[0]
     if "NCCL" in cause and "invalid usage" in cause:  # which tells the reason in its own log alone

@@ -67,7 +67,13 @@ def test_diloco_with_a_slow_worker_is_timed_both_ways():
         (
             "overlap.py",
             (),
-            ["cost of averaging, gloo", "cost of averaging, tcp", "cost of accumulating, gloo"],
+            [
+                "cost of averaging, gloo",
+                "cost of averaging, wire",
+                "cost of averaging, tcp",
+                "cost of accumulating, wire",
+                "cost of accumulating, gloo",
+            ],
         ),
         ("convergence.py", ("--methods", "average,gossip"), ["average ", "gossip "]),
         ("adaptive.py", (), ["adaptive, loss_variance"]),

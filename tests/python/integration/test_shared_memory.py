@@ -39,6 +39,12 @@ def mapped():
     return len(re.findall(r"/memfd:offbeat-", Path("/proc/self/maps").read_text()))
 
 
+def left():
+    """Wait until this process has none mapped, as the thread that added up last ends."""
+    wait_for(lambda: mapped() == 0)
+    return mapped()
+
+
 def tensors(rank, shapes, dtype):
     random = torch.Generator().manual_seed(rank)
     return [torch.randn(shape, generator=random, dtype=dtype) for shape in shapes]
@@ -59,7 +65,7 @@ def added(rank, sets, dtype, switch):
         segments.append(mapped())
     sums.close()
     os.environ.pop(shared_memory.SWITCH)
-    return found, segments, mapped()
+    return found, segments, left()
 
 
 SETS = [
@@ -184,7 +190,7 @@ def trained(rank, switch):
                 one.train_step(inputs=inputs, targets=targets, optimizer=live, loss_fn=nn.CrossEntropyLoss())
             one.flush()
         segments = mapped()
-    return [p.detach().numpy() for p in ours.parameters()], segments, mapped()
+    return [p.detach().numpy() for p in ours.parameters()], segments, left()
 
 
 def test_what_is_trained_through_memory_is_bit_for_bit_what_is_trained_over_the_group():
@@ -239,7 +245,7 @@ def dying(rank, begins_first, ready, gone, said):
             told.append(str(error))
     gc.disable()
     sums.close()
-    told.append(str(mapped()))
+    told.append(str(left()))
     gc.enable()
     said.write_text("\n".join(told))
 
@@ -254,6 +260,44 @@ def test_a_member_that_is_killed_in_mid_sum_is_an_error_each_time_and_its_memory
     assert all("numbers of all members could not be put together, for one is gone" in one for one in told)
 
 
+def without_threads(rank):
+    """Add up where no thread can be had."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    given = [torch.full((LARGE,), 1.0 + rank)]
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        sums.begin(given)
+        assert sums.is_there()
+        sums.finish()
+    sums.close()
+    return given[0].unique().tolist()
+
+
+def test_where_no_thread_can_be_had_it_is_added_up_at_once():
+    assert together(without_threads, 2) == [[3.0]] * 2
+
+
+def forked(rank):
+    """Close in a forked child, which goes on with memory of its own."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    sums.begin([torch.full((LARGE,), 1.0 + rank)])
+    sums.finish()
+    if (child := os.fork()) == 0:
+        of_its_own = [torch.ones(LARGE) for _ in range(8)]
+        sums.close()
+        os._exit(0 if all(bool((one == 1).all()) for one in of_its_own) else 1)
+    ended = os.waitpid(child, 0)[1]
+    given = [torch.full((LARGE,), 1.0 + rank)]
+    sums.begin(given)
+    sums.finish()
+    sums.close()
+    return ended, given[0].unique().tolist()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_a_forked_child_closes_is_there_for_its_parent_still():
+    assert together(forked, 2) == [(0, [3.0])] * 2
+
+
 def closing(rank, closed):
     """Close with a sum under way, to which the other one comes later."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
@@ -265,9 +309,10 @@ def closing(rank, closed):
         sums.close()
         return given[0].unique().tolist()
     sums.begin(given)
+    group = sums.group
     thread = threading.Thread(target=sums.close)
     thread.start()
-    wait_for(lambda: sums._group is None, timeout_s=60)
+    wait_for(lambda: group not in distributed.distributed_c10d._world.pg_map, timeout_s=60)
     closed.touch()
     thread.join()
     wait_for(lambda: bool((given[0] == 3).all()), timeout_s=60)
@@ -289,12 +334,12 @@ def interrupted(rank, asked):
         return given[0].unique().tolist(), False
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     sums.begin(given)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     was_heard = False
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         sums.finish()
     except KeyboardInterrupt:
-        was_heard = not asked.exists()
+        was_heard = not sums.is_there()
     signal.signal(signal.SIGALRM, before)
     asked.touch()
     sums.finish()
