@@ -215,7 +215,7 @@ def _segments(num_bytes: int, group: distributed.ProcessGroup) -> list["np.ndarr
     else:
         log.info(
             "sums go through the process group, as between machines, since members do not share memory (%s): "
-            "%s; %s=0 in the environment does not ask for any",
+            "%s; with %s=0 in the environment none is asked for",
             size, why, SWITCH,
         )  # fmt: skip
     return parts

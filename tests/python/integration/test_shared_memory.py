@@ -45,6 +45,14 @@ def left():
     return mapped()
 
 
+def added_up(sums, rank):
+    """Add up 1 of the first member and 2 of the second, many times; give what came of it, each once."""
+    given = [torch.full((LARGE,), 1.0 + rank)]
+    sums.begin(given)
+    sums.finish()
+    return given[0].unique().tolist()
+
+
 def tensors(rank, shapes, dtype):
     random = torch.Generator().manual_seed(rank)
     return [torch.randn(shape, generator=random, dtype=dtype) for shape in shapes]
@@ -110,12 +118,7 @@ def not_alike(rank, what):
     os.environ.pop(shared_memory.SWITCH, None)
     if rank == 1 and what == "the limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    found = []
-    for _ in range(2):
-        given = [torch.full((LARGE,), 1.0 + rank)]
-        sums.begin(given)
-        sums.finish()
-        found.append(given[0].unique().tolist())
+    found = [added_up(sums, rank) for _ in range(2)]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     segments = mapped()
     sums.close()
@@ -210,10 +213,7 @@ def taking_no_notice(rank):
         with sums.together() as group:
             told = torch.tensor([number + rank])
             distributed.all_reduce(told, group=group)
-        given = [torch.full((LARGE,), 1.0 + rank)]
-        sums.begin(given)
-        sums.finish()
-        found.append((told.item(), given[0].unique().tolist()))
+        found.append((told.item(), added_up(sums, rank)))
     sums.close()
     return found
 
@@ -279,18 +279,15 @@ def test_where_no_thread_can_be_had_it_is_added_up_at_once():
 def forked(rank):
     """Close in a forked child, which goes on with memory of its own."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
-    sums.begin([torch.full((LARGE,), 1.0 + rank)])
-    sums.finish()
+    added_up(sums, rank)
     if (child := os.fork()) == 0:
         of_its_own = [torch.ones(LARGE) for _ in range(8)]
         sums.close()
         os._exit(0 if all(bool((one == 1).all()) for one in of_its_own) else 1)
     ended = os.waitpid(child, 0)[1]
-    given = [torch.full((LARGE,), 1.0 + rank)]
-    sums.begin(given)
-    sums.finish()
+    total = added_up(sums, rank)
     sums.close()
-    return ended, given[0].unique().tolist()
+    return ended, total
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -301,13 +298,12 @@ def test_what_a_forked_child_closes_is_there_for_its_parent_still():
 def closing(rank, closed):
     """Close with a sum under way, to which the other one comes later."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
-    given = [torch.full((LARGE,), 1.0 + rank)]
     if rank == 1:
         wait_for(closed.exists, timeout_s=60)
-        sums.begin(given)
-        sums.finish()
+        total = added_up(sums, rank)
         sums.close()
-        return given[0].unique().tolist()
+        return total
+    given = [torch.full((LARGE,), 1.0 + rank)]
     sums.begin(given)
     group = sums.group
     thread = threading.Thread(target=sums.close)
@@ -326,12 +322,10 @@ def test_a_sum_that_is_under_way_as_a_member_closes_is_made_with_it_all_the_same
 def interrupted(rank, asked):
     """Be interrupted in the wait for the other member, and wait again."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
-    given = [torch.full((LARGE,), 1.0 + rank)]
     if rank == 1:
         wait_for(asked.exists, timeout_s=60)
-        sums.begin(given)
-        sums.finish()
-        return given[0].unique().tolist(), False
+        return added_up(sums, rank), False
+    given = [torch.full((LARGE,), 1.0 + rank)]
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     sums.begin(given)
     was_heard = False
@@ -383,4 +377,7 @@ def test_nobody_but_its_user_opens_it_and_members_map_one_anothers_to_read():
     for modes, num, told in together(looked_at, 2):
         assert modes == ["r--s", "rw-s"]
         assert num > 0
-        assert told == ["refused"] * (num if os.geteuid() == 0 else 0)
+        if os.geteuid() == 0:
+            assert told == ["refused"] * num
+    if os.geteuid() != 0:
+        pytest.skip("how they are mapped is as it is to be; what another user gets only root can try")
