@@ -120,6 +120,11 @@ def _in_a_group(backend: str, place: Place, timeout: timedelta | None, *, is_giv
 
     if distributed.is_initialized():
         return _in_the_group_there_is(backend, place if is_given else None)
+    # Functions in there keep, as a default, the group that stands as they are first imported, which else an
+    # optimizer's first step does. It would outlive `destroy_process_group`, and a thread of gloo's that lets
+    # go of a tensor while Python is torn down aborts the process.
+    import torch.distributed.nn.functional
+
     if backend == "nccl" and place.local_rank is not None:
         torch.cuda.set_device(_device_of(place.local_rank, torch.cuda.device_count()))
     if place.world_size == 1:

@@ -64,6 +64,30 @@ def test_processes_know_their_ranks_and_meet_where_they_are_to(launcher, backend
         assert f"{rank} of 2: {told}" in ended.stdout
 
 
+LEFT = """
+from pathlib import Path
+import torch
+from torch import distributed, nn
+import offbeat
+
+offbeat.init_distributed("gloo")
+model = nn.Linear(1, 1)
+model(torch.ones(1)).backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+distributed.destroy_process_group()
+print([path.read_text() for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()])
+"""
+"""A step imports what keeps the default group, if one stands by then."""
+
+
+@pytest.mark.slow
+def test_a_group_that_is_destroyed_leaves_no_threads_that_could_abort_the_process_at_its_end():
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("local_rank", "num_devices", "device"), [(0, 1, 0), (3, 1, 0), (0, 4, 0), (3, 4, 3)]
 )
