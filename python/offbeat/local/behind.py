@@ -8,9 +8,16 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Behind"]
+__all__ = ["Behind", "is_behind"]
 
 Result = TypeVar("Result")
+
+_here = threading.local()
+
+
+def is_behind() -> bool:
+    """Tell whether this is one of these threads: what waits for what they do would wait for itself."""
+    return getattr(_here, "is_behind", False)
 
 
 class Behind(Generic[Result]):
@@ -43,6 +50,7 @@ class Behind(Generic[Result]):
         self._stream = stream = torch.cuda.current_stream(device) if is_far else None
 
         def run() -> None:
+            _here.is_behind = True
             try:
                 if before is not None:
                     before.exception()

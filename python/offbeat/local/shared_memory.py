@@ -23,11 +23,12 @@ import torch
 from torch import distributed
 
 from offbeat import log
+from offbeat.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SWITCH", "GoneError", "SharedMemory", "fault_of_switch", "machine", "words_of_fault"]
+__all__ = ["SWITCH", "GoneError", "SharedMemory", "are_to_share", "machine", "switch"]
 
 SWITCH: Final = "OFFBEAT_SHARED_MEMORY"
 """In the environment: "0" has sums go through the process group on one machine, too, as between machines."""
@@ -54,26 +55,45 @@ By number, as a Python that was built for an old system has no names for them.
 
 def machine() -> str | None:
     """Name the machine that this process can share memory on, alike in all processes there; None: none."""
-    has_any = sys.platform == "linux" and hasattr(os, "memfd_create")  # which some Pythons are built without
-    if not has_any or os.environ.get(SWITCH) == "0":
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # which some Pythons are built without
         return None
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None
 
 
-def fault_of_switch() -> str | None:
-    """Tell what is wrong with the environment's switch, as it was given."""
-    switch = os.environ.get(SWITCH, "1")
-    return None if switch in {"0", "1"} else switch
+def switch() -> str:
+    """Read the environment's switch; one that is empty is as one that is not there."""
+    return os.environ.get(SWITCH) or "1"
 
 
-def words_of_fault(switch: str, rank: int) -> str:
-    """Say so, in the same words in all members."""
-    return (
-        f"{SWITCH} is {switch!r} in the environment of member {rank}: give 1, which is as if it was not "
-        f"there, or 0 for sums that go through the process group also where all members are on one machine"
-    )
+def are_to_share(everybody: Sequence[tuple[str | None, str]]) -> bool:
+    """Tell, alike in all members, whether they share memory, and log where a switch alone is why not.
+
+    Args:
+        everybody: What each member said, by rank: its `machine`, and its `switch`. Or once, what all said.
+
+    Raises:
+        ConfigError: If a member's environment has a switch that is none.
+    """
+    for rank, (_, said) in enumerate(everybody):
+        if said not in {"0", "1"}:
+            raise ConfigError(
+                f"{SWITCH} is {said!r} in the environment of member {rank}: give 1, which is as if it was "
+                f"not there, or 0 for sums that go through the process group also where all members are on "
+                f"one machine"
+            )
+    machines = {name for name, _ in everybody}
+    if None in machines or len(machines) > 1:
+        return False
+    off = [rank for rank, (_, said) in enumerate(everybody) if said == "0"]
+    if off:
+        of = "all members" if len(off) == len(everybody) else f"member {off[0]}"
+        log.info(
+            "sums go through the process group, as between machines: %s is 0 in the environment of %s",
+            SWITCH, of,
+        )  # fmt: skip
+    return not off
 
 
 class GoneError(Exception):
@@ -116,12 +136,13 @@ class SharedMemory:
         rank = group.rank()
         own = [tensor.detach().view(-1).numpy() for tensor in tensors]
         if not self._has_room(sum(_room(array.nbytes) for array in own), group):
-            for tensor in tensors:
-                _asked(functools.partial(group.allreduce, [tensor]))
+            for tensor in tensors:  # a complex one as its parts, as torch's own calls give it to a group
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                _asked(functools.partial(group.allreduce, [real]))
             return
         every = [list(_parts(segment, own)) for segment in self._segments]
         by_array = [_Shared(*one, rank) for one in zip(own, zip(*every, strict=True), strict=True)]
-        _are_there(group)  # and so nobody reads what was here before
+        _are_there(group)  # and have read the sums before, which may be where this one's parts go
         for shared in by_array:
             shared.show()
         _are_there(group)
@@ -185,20 +206,22 @@ def _segments(num_bytes: int, group: distributed.ProcessGroup) -> list["np.ndarr
     Whatever goes wrong here, the others hear of it: they wait in what comes next.
     """
     token = int.from_bytes(os.urandom(6), "little")
+    own: np.ndarray[Any, Any] | None = None
     parts: list[np.ndarray[Any, Any]] = []
     file, why = -1, "another member could not have it, or map it, as its log says"
     try:
         file = _made(token, num_bytes)
+        own = _mapped(file, num_bytes, is_own=True)
     except Exception as error:  # noqa: BLE001
         why = f"none could be had: {error}"
     try:
-        said = torch.tensor([os.getpid(), file, token], device="cpu")
+        said = torch.tensor([os.getpid(), -1 if own is None else file, token], device="cpu")
         everybody = [torch.empty_like(said) for _ in range(group.size())]
         _asked(functools.partial(group.allgather, [everybody], [said]))
         places = [tuple(map(int, one.tolist())) for one in everybody]
-        if all(number >= 0 for _, number, _ in places):
+        if own is not None and all(number >= 0 for _, number, _ in places):
+            rank = group.rank()
             try:
-                own, rank = _mapped(file, num_bytes, is_own=True), group.rank()
                 parts = [
                     own if other == rank else _opened(place, num_bytes) for other, place in enumerate(places)
                 ]
@@ -241,13 +264,23 @@ def _opened(place: tuple[int, ...], num_bytes: int) -> "np.ndarray[Any, Any]":
     """
     pid, number, token = place
     path = f"/proc/{pid}/fd/{number}"
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    _check(path, path, token)  # first: opening what is another process's pipe or device may be felt there
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        if not str(Path(f"/proc/self/fd/{file}").readlink()).startswith(f"/memfd:{_name(token)}"):
-            raise OSError(f"{path} is not its memory, as where it is in another container")
+        _check(f"/proc/self/fd/{file}", path, token)
         return _mapped(file, num_bytes, is_own=False)
     finally:
         os.close(file)
+
+
+def _check(link: str, path: str, token: int) -> None:
+    """Look whether a descriptor is of the memory of a token.
+
+    Raises:
+        OSError: If it is not, or nobody has such a descriptor.
+    """
+    if not str(Path(link).readlink()).startswith(f"/memfd:{_name(token)}"):
+        raise OSError(f"{path} is not its memory, as where it is in another container")
 
 
 def _mapped(file: int, num_bytes: int, *, is_own: bool) -> "np.ndarray[Any, Any]":

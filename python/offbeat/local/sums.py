@@ -7,21 +7,19 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import distributed
 
-from offbeat.errors import ClosedError, ConfigError, ConnectionLostError, OffbeatError
-from offbeat.local.behind import Behind
+from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
+from offbeat.local.behind import Behind, is_behind
 from offbeat.local.group import carries, destroy, gathered, is_alike, own_group, timeout_of
-from offbeat.local.shared_memory import GoneError, SharedMemory, fault_of_switch, machine, words_of_fault
+from offbeat.local.shared_memory import GoneError, SharedMemory, are_to_share, machine, switch
 from offbeat.telling import Waits
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 __all__ = ["Sums", "reduce"]
 
@@ -124,7 +122,7 @@ class Sums:
             raise ClosedError("it was closed, and takes part no more: make a new one")
         return self._group
 
-    def close(self, *, after: "Future[None] | None" = None) -> None:
+    def close(self, *, after: futures.Future[None] | None = None) -> None:
         """Add up no more, and destroy the group.
 
         What is under way is taken no notice of here, and others may still come to it: until they do, or the
@@ -150,7 +148,7 @@ class Sums:
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Start to add up tensors, in place; they are nobody's until `finish`.
 
-        Those of before are waited for, if nobody did.
+        Those of before are made first, also if nobody takes notice of them any more.
 
         Raises:
             ConnectionLostError: If a member is lost.
@@ -192,7 +190,7 @@ class Sums:
     def start(
         self, begin: Callable[[distributed.ProcessGroup], list[distributed.Work]]
     ) -> list[distributed.Work]:
-        """Start something else over the same group, to `wait` for; sums that are under way end first.
+        """Start something else over the same group, to `wait` for; it comes after sums that are under way.
 
         Args:
             begin: Starts it without waiting.
@@ -299,18 +297,18 @@ def _memory_of(group: distributed.ProcessGroup, device: torch.device) -> SharedM
     if not carries(group, "cpu"):
         return None
     cpu = torch.device("cpu")
-    here = [machine() if device.type == "cpu" else None, fault_of_switch()]
+    here = (machine() if device.type == "cpu" else None, switch())
     everybody = [here] if is_alike(group, here, cpu) else gathered(group, here)
-    for rank, (_, fault) in enumerate(everybody):
-        if fault is not None:
-            raise ConfigError(words_of_fault(fault, rank))
-    return SharedMemory() if len(everybody) == 1 and here[0] is not None else None
+    return SharedMemory() if are_to_share(everybody) else None
 
 
 def _through(
     memory: SharedMemory, tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup, of: str, each: str
 ) -> str | None:
-    """Add up through memory; tell what went wrong in words, for an error would hold all of these."""
+    """Add up through memory; tell what went wrong in words, for an error would hold all of these.
+
+    Of what went wrong in this process alone the others hear as it closes this, or ends.
+    """
     try:
         memory.add_up(tensors, group)
     except GoneError as error:
@@ -355,27 +353,29 @@ def _waiting(
     most_s = (timeout_of(group) + more).total_seconds()
     return (
         f"member {rank} of {size} has waited {waited_s:g} s for {others}, to put {of} of all members "
-        f"together: slower, stopped, or not that far; it waits up to {most_s:g} s for each sum (the process "
+        f"together: slower, stopped, or not that far; it waits up to {most_s:g} s (the process "
         f"group's timeout), and raises ConnectionLostError then. Each has to {each}"
     )
 
 
-def _let_go(held: list[distributed.ProcessGroup], after: "Sequence[Future[Any] | None]") -> None:
+def _let_go(held: list[distributed.ProcessGroup], after: Sequence[futures.Future[Any] | None]) -> None:
     """Let go of the last reference to a group, with which torch waits for what is under way in it."""
+    under_way = [future for future in after if future is not None]
 
     def let_go() -> None:
-        for future in after:
-            if future is not None:
-                future.exception()
+        futures.wait(under_way)
         held.clear()
 
     thread = threading.Thread(target=let_go, name="offbeat-closing", daemon=True)
+    leave: Callable[..., object] = thread.join
     try:
         thread.start()
-    except RuntimeError:  # Python ends, and starts none: its end is not to wait for the others either
+    except RuntimeError:  # Python ends, and starts none: its end is not to wait for torch's threads either
         _keep(held[0])
-        return
-    thread.join(LEAVING_S)
+        # But for ours: one that comes back from a wait of torch's as Python is torn down aborts the process.
+        leave = functools.partial(futures.wait, under_way)
+    if not is_behind():  # as where Python's collector closes it there
+        leave(timeout=LEAVING_S)
 
 
 def _keep(*things: object) -> None:

@@ -1,7 +1,9 @@
 """Members of one machine add up through its memory: what comes of it, and what of members that die in it."""
 
+import fcntl
 import functools
 import gc
+import logging
 import math
 import os
 import re
@@ -11,8 +13,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -25,6 +27,7 @@ from offbeat.errors import ConfigError, ConnectionLostError
 from offbeat.local import shared_memory
 from offbeat.local.sums import Sums
 from support.group import together
+from support.ports import free_port
 from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -45,12 +48,12 @@ def left():
     return mapped()
 
 
-def added_up(sums, rank):
+def added_up(sums, rank, dtype=torch.float32):
     """Add up 1 of the first member and 2 of the second, many times; give what came of it, each once."""
-    given = [torch.full((LARGE,), 1.0 + rank)]
+    given = [torch.full((LARGE,), 1.0 + rank, dtype=dtype)]
     sums.begin(given)
     sums.finish()
-    return given[0].unique().tolist()
+    return np.unique(given[0].numpy()).tolist()
 
 
 def tensors(rank, shapes, dtype):
@@ -105,29 +108,79 @@ def test_sums_are_those_of_all_members_and_alike_in_all_bit_for_bit(size, dtype)
                     assert np.array_equal(one, two), "of two numbers there is one sum"
 
 
-def not_alike(rank, what):
-    """Let one member alone have no shared memory."""
+def not_alike(rank, what, dtype):
+    """Let one member alone have no shared memory, or none that others can open."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1 and what == "the switch":
         os.environ[shared_memory.SWITCH] = "0"
-    missing = rank == 1 and what == "the call"  # as in a Python that was built for an old system
-    with mock.patch.object(shared_memory, "os", wraps=os) if missing else nullcontext() as system:
-        if missing:
-            del system.memfd_create
+    system = SimpleNamespace(**vars(os))
+    if rank == 1 and what == "the call":  # as in a Python that was built for an old system
+        del system.memfd_create
+    if rank == 1 and what == "its number":  # as of a process in a container that counts its own
+        system.getpid = lambda: NOBODY
+    if rank == 1 and what == "its name":  # as where that number is another process's, with memory there
+        system.memfd_create = lambda _, flags: os.memfd_create("offbeat-another", flags)
+    with mock.patch.object(shared_memory, "os", system):
         sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
-    os.environ.pop(shared_memory.SWITCH, None)
-    if rank == 1 and what == "the limit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    found = [added_up(sums, rank) for _ in range(2)]
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        os.environ.pop(shared_memory.SWITCH, None)
+        if rank == 1 and what == "the limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        found = [added_up(sums, rank, dtype) for _ in range(2)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     segments = mapped()
     sums.close()
     return found, segments
 
 
-@pytest.mark.parametrize("what", ["the switch", "the call", "the limit"])
-def test_where_one_member_has_no_such_memory_all_add_up_over_the_group(what):
-    assert together(not_alike, 2, what) == [([[3.0], [3.0]], 0)] * 2
+NOBODY = 1 << 22
+"""More than the number of any process of Linux."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("what", ["the switch", "the call", "the limit", "its number", "its name"])
+def test_where_one_member_has_no_such_memory_all_add_up_over_the_group(what, dtype):
+    assert together(not_alike, 2, what, dtype) == [([[3.0], [3.0]], 0)] * 2
+
+
+def laid_out_anew(rank, came):
+    """Add up more numbers, and fewer, in turn; one member reads each sum as the other is in the next."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    gather, are_there = shared_memory._Shared.gather, shared_memory._are_there
+    told = 0
+
+    def tell():
+        nonlocal told
+        told += 1
+        if rank == 0:
+            with came.open("ab") as file:
+                file.write(b".")
+
+    def are_there_and_told(*arguments, **keywords):
+        tell()
+        return are_there(*arguments, **keywords)
+
+    def late(shared):
+        if rank == 1:
+            wait_for(lambda: came.stat().st_size > told, timeout_s=60)
+        gather(shared)
+
+    found = []
+    with (
+        mock.patch.object(shared_memory, "_are_there", are_there_and_told),
+        mock.patch.object(shared_memory._Shared, "gather", late),
+    ):
+        for size, value in [(2 * LARGE, 10.0), (LARGE, 33.0)] * 3:
+            given = [torch.full((size,), value)]
+            sums.begin(given)
+            sums.finish()
+            found.append(given[0].unique().tolist())
+        tell()  # after the last there is no other
+    sums.close()
+    return found
+
+
+def test_a_member_that_reads_a_sum_still_reads_it_while_another_begins_the_next_of_another_layout(tmp_path):
+    assert together(laid_out_anew, 2, tmp_path / "came") == [[[20.0], [66.0]] * 3] * 2
 
 
 def badly_set(rank):
@@ -137,6 +190,36 @@ def badly_set(rank):
         offbeat.AsyncGradientAccumulator(nn.Linear(1, 1), 1)
     os.environ.pop(shared_memory.SWITCH, None)
     return str(refused.value)
+
+
+def switched_off(rank, switches):
+    """Make an accumulator where members' environments have such switches; give what is logged."""
+    if switches[rank] is not None:
+        os.environ[shared_memory.SWITCH] = switches[rank]
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("offbeat")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        offbeat.AsyncGradientAccumulator(nn.Linear(1, 1), 1).close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        os.environ.pop(shared_memory.SWITCH, None)
+    return [line for line in lines if shared_memory.SWITCH in line]
+
+
+@pytest.mark.parametrize(
+    ("switches", "whose"),
+    [((None, "0"), "member 1"), (("0", "0"), "all members"), (("", None), None), (("1", ""), None)],
+)
+def test_that_a_switch_keeps_members_from_sharing_memory_is_told_to_all_with_whose_it_is(switches, whose):
+    for told in together(switched_off, 2, switches):
+        line = f"sums go through the process group, as between machines: {shared_memory.SWITCH} is 0 in"
+        assert told == ([] if whose is None else [f"{line} the environment of {whose}"])
 
 
 def test_a_switch_of_one_member_that_is_neither_on_nor_off_is_refused_in_all_by_its_name():
@@ -264,16 +347,20 @@ def without_threads(rank):
     """Add up where no thread can be had."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
     given = [torch.full((LARGE,), 1.0 + rank)]
-    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with mock.patch.object(threading.Thread, "start", refuse):
         sums.begin(given)
         assert sums.is_there()
         sums.finish()
     sums.close()
-    return given[0].unique().tolist()
+    return given[0].unique().tolist(), mapped()
 
 
 def test_where_no_thread_can_be_had_it_is_added_up_at_once():
-    assert together(without_threads, 2) == [[3.0]] * 2
+    assert together(without_threads, 2) == [([3.0], 0)] * 2
 
 
 def forked(rank):
@@ -319,6 +406,69 @@ def test_a_sum_that_is_under_way_as_a_member_closes_is_made_with_it_all_the_same
     assert together(closing, 2, tmp_path / "closed") == [[3.0]] * 2
 
 
+ENDING = """
+import atexit, concurrent.futures, os, sys, threading
+import torch
+from torch import distributed
+import offbeat
+from offbeat.local import shared_memory
+from offbeat.local.sums import Sums
+
+offbeat.init_distributed("gloo", rank=int(sys.argv[1]), world_size=2, timeout_s=60)
+sums = Sums.among(distributed.group.WORLD, of="numbers", device=torch.device("cpu"))
+given = [torch.ones(shared_memory.LEAST)]
+
+if sys.argv[1] == "1":  # which comes to the sum as the other is at its end
+    sys.stdin.readline()
+    sums.begin(given)
+    sums.finish()
+    sums.close()
+    sys.exit(f"{given[0].unique().tolist()}")
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def wait(futures, timeout, wait=concurrent.futures.wait):
+    print("waits", flush=True)
+    return wait(futures, timeout)
+
+class Last:  # as Python is torn down
+    def __del__(self, write=os.write, read=os.read):
+        write(1, b"torn down\\n")
+        read(0, 1)
+
+last = Last()
+sums.begin(given)
+
+@atexit.register
+def as_from_3_12_on():
+    threading.Thread.start = refuse
+    concurrent.futures.wait = wait
+
+sys.exit("of the user's")
+"""
+
+
+def test_a_process_that_ends_in_mid_sum_makes_it_where_python_starts_no_thread_by_then():
+    def start(rank):
+        return subprocess.Popen(
+            [sys.executable, "-c", ENDING, str(rank)], env=os.environ | at, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with start(0) as ends, start(1) as comes:
+        try:
+            assert ends.stdout.readline() == "waits\n"
+            _, told = comes.communicate("\n", timeout=90)
+            assert told == "[2.0]\n"
+            _, told = ends.communicate("\n", timeout=90)
+            assert (ends.returncode, told) == (1, "of the user's\n")
+        finally:
+            ends.kill()
+            comes.kill()
+
+
 def interrupted(rank, asked):
     """Be interrupted in the wait for the other member, and wait again."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
@@ -356,15 +506,23 @@ for number in sys.argv[2:]:
 """By another user of the machine."""
 
 
+F_GET_SEALS, F_SEAL_SHRINK = 1034, 2
+"""On Linux; a Python may have no names for them."""
+
+
 def looked_at(rank):
     """Tell how segments are mapped, and what another user gets who opens one's own by its descriptor."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
     sums.begin([torch.ones(LARGE)])
     sums.finish()
+    wait_for(lambda: mapped() == 2)  # what a test before had in this process goes with its thread
     lines = Path("/proc/self/maps").read_text().splitlines()
     modes = sorted(line.split()[1] for line in lines if "/memfd:offbeat-" in line)
     open_now = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]  # not what listed them
     numbers = [one.name for one in open_now if "memfd:offbeat-" in str(one.readlink())]
+    for one in open_now:
+        if one.name in numbers:  # what others have mapped cannot be taken away
+            assert fcntl.fcntl(int(one.name), F_GET_SEALS) & F_SEAL_SHRINK
     told = ""
     if os.geteuid() == 0:  # else nobody can be another
         command = [sys.executable, "-c", OPENING, str(os.getpid()), *numbers]
