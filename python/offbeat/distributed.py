@@ -122,7 +122,7 @@ def _in_a_group(backend: str, place: Place, timeout: timedelta | None, *, is_giv
         return _in_the_group_there_is(backend, place if is_given else None)
     # Functions in there keep, as a default, the group that stands as they are first imported, which else an
     # optimizer's first step does. It would outlive `destroy_process_group`, and a thread of gloo's that lets
-    # go of a tensor while Python is torn down aborts the process.
+    # go of a tensor while Python is torn down aborts the process. (For a group that there is it is too late.)
     import torch.distributed.nn.functional
 
     if backend == "nccl" and place.local_rank is not None:

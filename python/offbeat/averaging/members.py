@@ -537,7 +537,7 @@ class Group:
         """Destroy the groups of one's own, once the others have come to the round under way."""
         del failure  # who waits for this member in the next sum is told that it is gone
         if self._twos is not None:
-            self._twos.sums.close(after=self._twos.pairs.under_way)
+            self._twos.sums.close()
         self._sums.close()
 
     # ------------------------------------------------------------------ inside

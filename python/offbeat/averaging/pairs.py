@@ -4,7 +4,6 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
@@ -12,9 +11,6 @@ from torch import distributed
 from offbeat.local.behind import Behind
 from offbeat.local.flat import Flat
 from offbeat.local.sums import Sums, reduce
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 __all__ = ["Later", "Met", "Pairs", "lag", "partner"]
 
@@ -84,6 +80,7 @@ class Pairs:
         self._sums = sums
         self._device = device
         self._behind = Behind[None]("offbeat-gossip")
+        sums.waits_on(self._behind)
         self._theirs: list[torch.Tensor] = []
         self._kinds: list[torch.dtype] = []
         self._mark = 0.0
@@ -120,11 +117,6 @@ class Pairs:
         works = self._sums.start(start)
         self._behind.begin(lambda: self._sums.wait(works))
 
-    @property
-    def under_way(self) -> "Future[None] | None":
-        """What ends with the newest exchange; None: there was none since `take`."""
-        return self._behind.under_way
-
     def is_there(self) -> bool:
         """Look whether the thread has ended."""
         return self._behind.has_ended()
@@ -140,7 +132,7 @@ class Pairs:
 
     def take(self) -> Met | None:
         """Give what the partner has said, once it is there; None: there was none to be met."""
-        if self.under_way is None:
+        if self._behind.under_way is None:
             return None
         self._behind.take()
         (first, *flats), self._theirs = self._theirs, []

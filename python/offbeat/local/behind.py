@@ -48,6 +48,9 @@ class Behind(Generic[Result]):
         before, future = self._future, Future[Result]()
         is_far = device is not None and device.type == "cuda"
         self._stream = stream = torch.cuda.current_stream(device) if is_far else None
+        # The thread outlasts what it does a little, and is not to be the last to hold what it did that with: a
+        # process group that it let go of, while Python ends, would end the process with SIGABRT.
+        held = [do]
 
         def run() -> None:
             _here.is_behind = True
@@ -55,12 +58,12 @@ class Behind(Generic[Result]):
                 if before is not None:
                     before.exception()
                 with _on(stream):
-                    result = do()
+                    result = held.pop()()
                 future.set_result(result)
             except BaseException as error:  # noqa: BLE001  told where it is waited for
                 future.set_exception(error)
 
-        # A daemon: where the process ends in mid-round, it does not wait for the other members.
+        # A daemon: where the process ends in mid-round, it does not wait for the other members for long.
         threading.Thread(target=run, name=self._name, daemon=True).start()
         self._future = future  # not before: where no thread can be had, nobody would ever end it
 

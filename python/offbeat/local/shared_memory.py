@@ -68,7 +68,7 @@ def switch() -> str:
 
 
 def are_to_share(everybody: Sequence[tuple[str | None, str]]) -> bool:
-    """Tell, alike in all members, whether they share memory, and log where a switch alone is why not.
+    """Tell, alike in all members, whether they share memory; log where switches alone are why not.
 
     Args:
         everybody: What each member said, by rank: its `machine`, and its `switch`. Or once, what all said.
@@ -88,7 +88,8 @@ def are_to_share(everybody: Sequence[tuple[str | None, str]]) -> bool:
         return False
     off = [rank for rank, (_, said) in enumerate(everybody) if said == "0"]
     if off:
-        of = "all members" if len(off) == len(everybody) else f"member {off[0]}"
+        ranks = ", ".join(map(str, off))
+        of = "all members" if len(off) == len(everybody) else f"member{'s' * (len(off) > 1)} {ranks}"
         log.info(
             "sums go through the process group, as between machines: %s is 0 in the environment of %s",
             SWITCH, of,

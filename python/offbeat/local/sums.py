@@ -63,6 +63,7 @@ class Sums:
         self._of, self._each = of, each
         self._memory = memory
         self._behind = Behind[str | None]("offbeat-sums")
+        self._threads: list[Behind[Any]] = [self._behind]
         self._works: list[distributed.Work] = []
         self._lost: str | None = None
         self._waits = Waits()
@@ -122,15 +123,12 @@ class Sums:
             raise ClosedError("it was closed, and takes part no more: make a new one")
         return self._group
 
-    def close(self, *, after: futures.Future[None] | None = None) -> None:
+    def close(self) -> None:
         """Add up no more, and destroy the group.
 
         What is under way is taken no notice of here, and others may still come to it: until they do, or the
         group's time for it is over, the connections to them stay, on a thread. In a child that was forked,
         which has none of the group's threads, nothing is destroyed.
-
-        Args:
-            after: What else is to end first, well or not.
         """
         held = [] if self._group is None else [self._group]
         works, self._works, self._group = self._works, [], None
@@ -139,7 +137,7 @@ class Sums:
             _keep(*held, *works)
         elif held:
             destroy(held[0])
-            _let_go(held, [after, self._behind.under_way])
+            _let_go(held, works, [future for one in self._threads if (future := one.under_way) is not None])
 
     def __del__(self) -> None:
         """Close it: nobody holds it any more."""
@@ -255,6 +253,10 @@ class Sums:
         except RuntimeError as error:
             self._lose(error)
 
+    def waits_on(self, thread: Behind[Any]) -> None:
+        """Keep the group until a thread that calls `wait` has ended, also where this is closed before."""
+        self._threads.append(thread)
+
     @contextmanager
     def telling(self, *, is_there: bool = False) -> Iterator[None]:
         """Say for whom this waits, if it does for long.
@@ -358,9 +360,18 @@ def _waiting(
     )
 
 
-def _let_go(held: list[distributed.ProcessGroup], after: Sequence[futures.Future[Any] | None]) -> None:
-    """Let go of the last reference to a group, with which torch waits for what is under way in it."""
-    under_way = [future for future in after if future is not None]
+def _let_go(
+    held: list[distributed.ProcessGroup],
+    works: list[distributed.Work],
+    under_way: Sequence[futures.Future[Any]],
+) -> None:
+    """Let go of the last reference to a group, with which torch waits for what is under way in it.
+
+    Args:
+        held: The group.
+        works: What torch's threads do in it still.
+        under_way: What threads of ours do.
+    """
 
     def let_go() -> None:
         futures.wait(under_way)
@@ -370,9 +381,9 @@ def _let_go(held: list[distributed.ProcessGroup], after: Sequence[futures.Future
     leave: Callable[..., object] = thread.join
     try:
         thread.start()
-    except RuntimeError:  # Python ends, and starts none: its end is not to wait for torch's threads either
-        _keep(held[0])
-        # But for ours: one that comes back from a wait of torch's as Python is torn down aborts the process.
+    except RuntimeError:  # none is to be had, as from 3.12 on where Python ends: torch's are not waited for
+        _keep(*held, *works)
+        # But ours are: one that comes back from a wait of torch's while Python ends, ends it with SIGABRT.
         leave = functools.partial(futures.wait, under_way)
     if not is_behind():  # as where Python's collector closes it there
         leave(timeout=LEAVING_S)

@@ -5,6 +5,7 @@ import functools
 import gc
 import logging
 import math
+import mmap
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -108,19 +110,26 @@ def test_sums_are_those_of_all_members_and_alike_in_all_bit_for_bit(size, dtype)
                     assert np.array_equal(one, two), "of two numbers there is one sum"
 
 
+def refuse(kind, text, *arguments, **keywords):
+    raise kind(text)  # each anew: one that was raised holds what it went through
+
+
 def not_alike(rank, what, dtype):
     """Let one member alone have no shared memory, or none that others can open."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1 and what == "the switch":
         os.environ[shared_memory.SWITCH] = "0"
-    system = SimpleNamespace(**vars(os))
+    left()
+    system, maps = SimpleNamespace(**vars(os)), SimpleNamespace(**vars(mmap))
     if rank == 1 and what == "the call":  # as in a Python that was built for an old system
         del system.memfd_create
     if rank == 1 and what == "its number":  # as of a process in a container that counts its own
         system.getpid = lambda: NOBODY
     if rank == 1 and what == "its name":  # as where that number is another process's, with memory there
         system.memfd_create = lambda _, flags: os.memfd_create("offbeat-another", flags)
-    with mock.patch.object(shared_memory, "os", system):
+    if rank == 1 and what == "a map":
+        maps.mmap = functools.partial(refuse, OSError, "Cannot allocate memory")
+    with mock.patch.object(shared_memory, "os", system), mock.patch.object(shared_memory, "mmap", maps):
         sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
         os.environ.pop(shared_memory.SWITCH, None)
         if rank == 1 and what == "the limit":
@@ -137,7 +146,7 @@ NOBODY = 1 << 22
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
-@pytest.mark.parametrize("what", ["the switch", "the call", "the limit", "its number", "its name"])
+@pytest.mark.parametrize("what", ["the switch", "the call", "the limit", "a map", "its number", "its name"])
 def test_where_one_member_has_no_such_memory_all_add_up_over_the_group(what, dtype):
     assert together(not_alike, 2, what, dtype) == [([[3.0], [3.0]], 0)] * 2
 
@@ -183,6 +192,22 @@ def test_a_member_that_reads_a_sum_still_reads_it_while_another_begins_the_next_
     assert together(laid_out_anew, 2, tmp_path / "came") == [[[20.0], [66.0]] * 3] * 2
 
 
+@pytest.mark.parametrize(
+    ("everybody", "share"),
+    [
+        ([("a", "1")], True),
+        ([("a", "0")], False),
+        ([("a", "1"), ("a", "0"), ("a", "1")], False),
+        ([("a", "1"), ("b", "1")], False),
+        ([("a", "1"), ("b", "0")], False),
+        ([(None, "1")], False),
+        ([("a", "1"), (None, "1")], False),
+    ],
+)
+def test_members_share_memory_where_all_are_on_one_machine_and_none_has_switched_it_off(everybody, share):
+    assert shared_memory.are_to_share(everybody) is share
+
+
 def badly_set(rank):
     if rank == 1:
         os.environ[shared_memory.SWITCH] = "no"
@@ -214,10 +239,15 @@ def switched_off(rank, switches):
 
 @pytest.mark.parametrize(
     ("switches", "whose"),
-    [((None, "0"), "member 1"), (("0", "0"), "all members"), (("", None), None), (("1", ""), None)],
+    [
+        ((None, "0"), "member 1"),
+        (("0", "1", "0"), "members 0, 2"),
+        (("0", "0"), "all members"),
+        (("", None), None),
+    ],
 )
 def test_that_a_switch_keeps_members_from_sharing_memory_is_told_to_all_with_whose_it_is(switches, whose):
-    for told in together(switched_off, 2, switches):
+    for told in together(switched_off, len(switches), switches):
         line = f"sums go through the process group, as between machines: {shared_memory.SWITCH} is 0 in"
         assert told == ([] if whose is None else [f"{line} the environment of {whose}"])
 
@@ -345,13 +375,11 @@ def test_a_member_that_is_killed_in_mid_sum_is_an_error_each_time_and_its_memory
 
 def without_threads(rank):
     """Add up where no thread can be had."""
+    left()
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
     given = [torch.full((LARGE,), 1.0 + rank)]
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with mock.patch.object(threading.Thread, "start", refuse):
+    start = functools.partial(refuse, RuntimeError, "can't start new thread")
+    with mock.patch.object(threading.Thread, "start", start):
         sums.begin(given)
         assert sums.is_there()
         sums.finish()
@@ -409,27 +437,31 @@ def test_a_sum_that_is_under_way_as_a_member_closes_is_made_with_it_all_the_same
 ENDING = """
 import atexit, concurrent.futures, os, sys, threading
 import torch
-from torch import distributed
+from torch import distributed, nn
 import offbeat
-from offbeat.local import shared_memory
-from offbeat.local.sums import Sums
+from offbeat.local import shared_memory, sums
 
-offbeat.init_distributed("gloo", rank=int(sys.argv[1]), world_size=2, timeout_s=60)
-sums = Sums.among(distributed.group.WORLD, of="numbers", device=torch.device("cpu"))
-given = [torch.ones(shared_memory.LEAST)]
+rank, what = int(sys.argv[1]), sys.argv[2]
+offbeat.init_distributed("gloo", rank=rank, world_size=2, timeout_s=60)
+if what == "a pair":
+    averager = offbeat.AsyncModelAverager(nn.Linear(1, 1), averaging_frequency=1, method="gossip")
+    begin = lambda: averager.step(1)
+else:
+    given = [torch.ones(shared_memory.LEAST)]
+    members = sums.Sums.among(distributed.group.WORLD, of="numbers", device=torch.device("cpu"))
+    begin = lambda: members.begin(given)
 
-if sys.argv[1] == "1":  # which comes to the sum as the other is at its end
+if rank == 1:  # which comes to it as the other is at its end
     sys.stdin.readline()
-    sums.begin(given)
-    sums.finish()
-    sums.close()
-    sys.exit(f"{given[0].unique().tolist()}")
+    begin()
+    sys.exit()
 
 def refuse(thread):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 def wait(futures, timeout, wait=concurrent.futures.wait):
-    print("waits", flush=True)
+    if futures:
+        print("waits", flush=True)
     return wait(futures, timeout)
 
 class Last:  # as Python is torn down
@@ -437,8 +469,9 @@ class Last:  # as Python is torn down
         write(1, b"torn down\\n")
         read(0, 1)
 
-last = Last()
-sums.begin(given)
+sys.last = Last()
+sums.LEAVING_S = 60.0
+begin()
 
 @atexit.register
 def as_from_3_12_on():
@@ -449,24 +482,57 @@ sys.exit("of the user's")
 """
 
 
-def test_a_process_that_ends_in_mid_sum_makes_it_where_python_starts_no_thread_by_then():
+@pytest.mark.parametrize("what", ["a sum", "a pair"])
+def test_a_process_that_ends_in_mid_sum_waits_for_its_thread_where_python_starts_none_by_then(what):
     def start(rank):
         return subprocess.Popen(
-            [sys.executable, "-c", ENDING, str(rank)], env=os.environ | at, text=True,
+            [sys.executable, "-c", ENDING, str(rank), what], env=os.environ | at, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with start(0) as ends, start(1) as comes:
         try:
-            assert ends.stdout.readline() == "waits\n"
-            _, told = comes.communicate("\n", timeout=90)
-            assert told == "[2.0]\n"
-            _, told = ends.communicate("\n", timeout=90)
-            assert (ends.returncode, told) == (1, "of the user's\n")
+            first = ends.stdout.readline()
+            comes.communicate("\n", timeout=90)
+            printed, told = ends.communicate("\n", timeout=90)
+            assert ends.returncode == 1
+            assert told.startswith("of the user's\n"), told
+            assert first + printed == "waits\ntorn down\n"
+            assert comes.returncode == 0
         finally:
             ends.kill()
             comes.kill()
+
+
+def collected(rank):
+    """Have Python's collector close the sums on the thread that adds up."""
+    members = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    added_up(members, rank)
+    if rank == 1:
+        return added_up(members, rank)
+    show, gone = shared_memory._Shared.show, threading.Event()
+
+    def collects(shared):
+        gone.wait(60)
+        gc.collect()
+        show(shared)
+
+    given = [torch.full((LARGE,), 1.0 + rank)]
+    longer_than_the_group_waits = mock.patch("offbeat.local.sums.LEAVING_S", 90.0)
+    with mock.patch.object(shared_memory._Shared, "show", collects), longer_than_the_group_waits:
+        members.begin(given)
+        members.itself = members
+        is_there = weakref.ref(members)
+        del members
+        gone.set()
+        wait_for(lambda: bool((given[0] == 3).all()), timeout_s=60)
+    assert is_there() is None
+    return given[0].unique().tolist()
+
+
+def test_a_thread_on_which_sums_are_collected_does_not_wait_for_itself():
+    assert together(collected, 2) == [[3.0]] * 2
 
 
 def interrupted(rank, asked):
@@ -512,10 +578,10 @@ F_GET_SEALS, F_SEAL_SHRINK = 1034, 2
 
 def looked_at(rank):
     """Tell how segments are mapped, and what another user gets who opens one's own by its descriptor."""
+    left()
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
     sums.begin([torch.ones(LARGE)])
     sums.finish()
-    wait_for(lambda: mapped() == 2)  # what a test before had in this process goes with its thread
     lines = Path("/proc/self/maps").read_text().splitlines()
     modes = sorted(line.split()[1] for line in lines if "/memfd:offbeat-" in line)
     open_now = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]  # not what listed them
