@@ -48,8 +48,8 @@ class Behind(Generic[Result]):
         before, future = self._future, Future[Result]()
         is_far = device is not None and device.type == "cuda"
         self._stream = stream = torch.cuda.current_stream(device) if is_far else None
-        # The thread outlasts what it does a little, and is not to be the last to hold what it did that with: a
-        # process group that it let go of, while Python ends, would end the process with SIGABRT.
+        # The thread outlasts what it does a little, and is not to be the last to hold it: a process group
+        # that it let go of, while Python ends, would end the process with SIGABRT.
         held = [do]
 
         def run() -> None:

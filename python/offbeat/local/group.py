@@ -111,6 +111,13 @@ def destroy(group: "distributed.ProcessGroup") -> None:
     """Let go of a group of one's own: its threads and connections; of one that is gone already, nothing."""
     if not distributed.is_initialized():
         return
+    try:
+        distributed.get_process_group_ranks(group)
+    except (
+        KeyError,
+        ValueError,
+    ):  # it went with a default group that was destroyed; there is another one now
+        return
     kinds = {part.rpartition(":")[2] for part in distributed.get_backend_config(group).split(",")}
     if kinds == {"gloo"}:  # others wait for one another there, and may wait for ever
         distributed.destroy_process_group(group)

@@ -65,9 +65,11 @@ class Sums:
         self._behind = Behind[str | None]("offbeat-sums")
         self._threads: list[Behind[Any]] = [self._behind]
         self._works: list[distributed.Work] = []
+        self._started = weakref.WeakSet[distributed.Work]()  # of all, for as long as somebody holds them
         self._lost: str | None = None
         self._waits = Waits()
         self._group: distributed.ProcessGroup | None = group
+        self._timeout = timeout_of(group)
         _open.add(self)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last of all, so that it comes before the default group is left
@@ -98,7 +100,8 @@ class Sums:
             ConfigError: If a member's environment has a switch of shared memory that is none; in all members.
         """
         try:
-            with Waits().telling(lambda waited_s: _waiting(group, of, each, waited_s, more=more)):
+            most = timeout_of(group) + more
+            with Waits().telling(lambda waited_s: _waiting(group, of, each, waited_s, most)):
                 own = own_group(group, more=more, backend=backend)
                 try:
                     memory = None if device is None else _memory_of(own, device)
@@ -131,13 +134,16 @@ class Sums:
         which has none of the group's threads, nothing is destroyed.
         """
         held = [] if self._group is None else [self._group]
-        works, self._works, self._group = self._works, [], None
+        works, self._works, self._group = list(self._started), [], None
         self._memory = None  # which goes with what is under way
         if self._pid != os.getpid():
             _keep(*held, *works)
         elif held:
-            destroy(held[0])
-            _let_go(held, works, [future for one in self._threads if (future := one.under_way) is not None])
+            under_way = [future for one in self._threads if (future := one.under_way) is not None]
+            try:
+                destroy(held[0])
+            finally:
+                _let_go(held, works, under_way)
 
     def __del__(self) -> None:
         """Close it: nobody holds it any more."""
@@ -201,7 +207,7 @@ class Sums:
         try:
             with self.telling(is_there=self._behind.has_ended()):
                 self._wait_behind()
-            return begin(group)
+            works = begin(group)
         except OffbeatError:  # which says itself what is wrong
             raise
         except RuntimeError as error:
@@ -209,6 +215,8 @@ class Sums:
         except BaseException as error:  # as Ctrl-C: other members wait for all of them, or none
             self._lost = f"the sums of {self._of} were broken off while they began ({type(error).__name__})"
             raise
+        self._started.update(works)
+        return works
 
     @contextmanager
     def together(self) -> Iterator[distributed.ProcessGroup]:
@@ -264,11 +272,11 @@ class Sums:
         Args:
             is_there: What is waited for is there, and no watch is kept.
         """
-        group = self._group
+        group, most = self._group, self._timeout
         if is_there or group is None:
             yield
             return
-        with self._waits.telling(lambda waited_s: _waiting(group, self._of, self._each, waited_s)):
+        with self._waits.telling(lambda waited_s: _waiting(group, self._of, self._each, waited_s, most)):
             yield
 
     def _wait_behind(self) -> None:
@@ -346,13 +354,14 @@ def _lost(of: str, each: str, error: Exception) -> str:
     )
 
 
-def _waiting(
-    group: distributed.ProcessGroup, of: str, each: str, waited_s: float, *, more: timedelta = timedelta(0)
-) -> str:
-    """Word that a member waits for others, and for how long it does."""
-    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+def _waiting(group: distributed.ProcessGroup, of: str, each: str, waited_s: float, most: timedelta) -> str:
+    """Word that a member waits for others, and for how long it does.
+
+    Nothing is asked of torch's registry, where the group may be forgotten by now.
+    """
+    rank, size = group.rank(), group.size()
     others = f"member {1 - rank}" if size == 2 else f"one or more of the other {size - 1} members"  # noqa: PLR2004
-    most_s = (timeout_of(group) + more).total_seconds()
+    most_s = most.total_seconds()
     return (
         f"member {rank} of {size} has waited {waited_s:g} s for {others}, to put {of} of all members "
         f"together: slower, stopped, or not that far; it waits up to {most_s:g} s (the process "

@@ -84,7 +84,7 @@ offbeat.init_distributed("gloo")
 model = nn.Linear(1, 1)
 model(torch.ones(1)).backward()
 torch.optim.SGD(model.parameters(), lr=0.1).step()
-assert threads()
+wait_for(threads)
 distributed.destroy_process_group()
 wait_for(lambda: not threads())
 """

@@ -443,24 +443,37 @@ from offbeat.local import shared_memory, sums
 
 rank, what = int(sys.argv[1]), sys.argv[2]
 offbeat.init_distributed("gloo", rank=rank, world_size=2, timeout_s=60)
+sums.LEAVING_S = 40.0
 if what == "a pair":
-    averager = offbeat.AsyncModelAverager(nn.Linear(1, 1), averaging_frequency=1, method="gossip")
+    model = nn.Linear(1, 1, bias=False)
+    averager = offbeat.AsyncModelAverager(model, averaging_frequency=1, method="gossip")
+    nn.init.constant_(model.weight, 2.0 - rank)
     begin = lambda: averager.step(1)
+
+    def end():
+        pairs = averager._turns.members._twos.pairs
+        pairs.wait()
+        return pairs.take().values.popitem()[1].tolist()
 else:
-    given = [torch.ones(shared_memory.LEAST)]
+    given = [torch.ones(shared_memory.LEAST if what == "a sum" else 1)]
     members = sums.Sums.among(distributed.group.WORLD, of="numbers", device=torch.device("cpu"))
     begin = lambda: members.begin(given)
+
+    def end():
+        members.finish()
+        return given[0].unique().tolist()
 
 if rank == 1:  # which comes to it as the other is at its end
     sys.stdin.readline()
     begin()
+    print(end(), flush=True)
     sys.exit()
 
 def refuse(thread):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 def wait(futures, timeout, wait=concurrent.futures.wait):
-    if futures:
+    if not all(one.done() for one in futures):
         print("waits", flush=True)
     return wait(futures, timeout)
 
@@ -470,8 +483,8 @@ class Last:  # as Python is torn down
         read(0, 1)
 
 sys.last = Last()
-sums.LEAVING_S = 60.0
 begin()
+given = None  # who sums holds it
 
 @atexit.register
 def as_from_3_12_on():
@@ -482,8 +495,11 @@ sys.exit("of the user's")
 """
 
 
-@pytest.mark.parametrize("what", ["a sum", "a pair"])
-def test_a_process_that_ends_in_mid_sum_waits_for_its_thread_where_python_starts_none_by_then(what):
+@pytest.mark.parametrize(
+    ("what", "printed"),
+    [("a sum", "waits\ntorn down\n"), ("a pair", "waits\ntorn down\n"), ("a small sum", "torn down\n")],
+)
+def test_a_process_that_ends_in_mid_sum_takes_part_where_python_starts_no_thread_by_then(what, printed):
     def start(rank):
         return subprocess.Popen(
             [sys.executable, "-c", ENDING, str(rank), what], env=os.environ | at, text=True,
@@ -494,12 +510,11 @@ def test_a_process_that_ends_in_mid_sum_waits_for_its_thread_where_python_starts
     with start(0) as ends, start(1) as comes:
         try:
             first = ends.stdout.readline()
-            comes.communicate("\n", timeout=90)
-            printed, told = ends.communicate("\n", timeout=90)
-            assert ends.returncode == 1
+            total, _ = comes.communicate("\n", timeout=60)
+            later, told = ends.communicate("\n", timeout=60)
+            assert total == "[2.0]\n"
             assert told.startswith("of the user's\n"), told
-            assert first + printed == "waits\ntorn down\n"
-            assert comes.returncode == 0
+            assert (first + later, ends.returncode, comes.returncode) == (printed, 1, 0)
         finally:
             ends.kill()
             comes.kill()
@@ -522,17 +537,35 @@ def collected(rank):
     longer_than_the_group_waits = mock.patch("offbeat.local.sums.LEAVING_S", 90.0)
     with mock.patch.object(shared_memory._Shared, "show", collects), longer_than_the_group_waits:
         members.begin(given)
+        gc.disable()  # here it is to be in that thread
         members.itself = members
         is_there = weakref.ref(members)
         del members
         gone.set()
         wait_for(lambda: bool((given[0] == 3).all()), timeout_s=60)
+        gc.enable()
     assert is_there() is None
     return given[0].unique().tolist()
 
 
 def test_a_thread_on_which_sums_are_collected_does_not_wait_for_itself():
     assert together(collected, 2) == [[3.0]] * 2
+
+
+def outlived(rank, port):
+    """Close with a sum under way, of a group that went with a default group; there is another one by now."""
+    sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
+    first = added_up(sums, rank)
+    distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    offbeat.init_distributed("gloo", rank=rank, world_size=2, timeout_s=60)
+    again = added_up(sums, rank)
+    sums.close()
+    return first, again, left()
+
+
+def test_sums_go_on_and_close_where_torch_has_forgotten_their_group_for_another():
+    assert together(outlived, 2, free_port()) == [([3.0], [3.0], 0)] * 2
 
 
 def interrupted(rank, asked):

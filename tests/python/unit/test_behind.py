@@ -18,15 +18,20 @@ class Doing:
 
 
 def test_as_it_tells_that_it_has_ended_its_thread_holds_nothing_of_what_it_did_any_more():
-    behind, may = Behind[bool]("test"), threading.Event()
+    behind, may, looked = Behind[bool]("test"), threading.Event(), threading.Event()
     do = Doing(may)
     of_it, held = weakref.ref(do), []
     behind.begin(do)
     del do
-    behind.after(lambda: held.append(of_it()))
+
+    def look():
+        held.append(of_it())
+        looked.set()
+
+    behind.after(look)
     may.set()
     assert behind.take() is True, "there"
-    behind.end()
+    assert looked.wait(60)
     assert held == [None]
 
 
