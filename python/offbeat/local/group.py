@@ -113,11 +113,8 @@ def destroy(group: "distributed.ProcessGroup") -> None:
         return
     try:
         distributed.get_process_group_ranks(group)
-    except (
-        KeyError,
-        ValueError,
-    ):  # it went with a default group that was destroyed; there is another one now
-        return
+    except (KeyError, ValueError):
+        return  # it went with a default group that was destroyed; there is another one now
     kinds = {part.rpartition(":")[2] for part in distributed.get_backend_config(group).split(",")}
     if kinds == {"gloo"}:  # others wait for one another there, and may wait for ever
         distributed.destroy_process_group(group)

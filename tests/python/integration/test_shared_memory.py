@@ -553,7 +553,7 @@ def test_a_thread_on_which_sums_are_collected_does_not_wait_for_itself():
 
 
 def outlived(rank, port):
-    """Close with a sum under way, of a group that went with a default group; there is another one by now."""
+    """Go on and close where the group went with a default group, and there is another one by now."""
     sums = Sums.among(distributed.group.WORLD, of="numbers", device=CPU)
     first = added_up(sums, rank)
     distributed.destroy_process_group()
