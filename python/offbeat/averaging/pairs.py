@@ -3,11 +3,13 @@
 import hashlib
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import distributed
 
+from offbeat.errors import ConnectionLostError
 from offbeat.local.behind import Behind
 from offbeat.local.flat import Flat
 from offbeat.local.sums import Sums, reduce
@@ -81,6 +83,7 @@ class Pairs:
         self._device = device
         self._behind = Behind[None]("offbeat-gossip")
         sums.waits_on(self._behind)
+        self._works: list[distributed.Work] = []
         self._theirs: list[torch.Tensor] = []
         self._kinds: list[torch.dtype] = []
         self._mark = 0.0
@@ -114,11 +117,12 @@ class Pairs:
             assert None not in works  # noqa: S101  this process is a member
             return works  # type: ignore[return-value]
 
-        works = self._sums.start(start)
-        self._behind.begin(lambda: self._sums.wait(works))
+        self._works = works = self._sums.start(start)
+        with suppress(RuntimeError):  # no thread is to be had: `wait` waits for the messages itself
+            self._behind.begin(lambda: self._notice(works))
 
     def is_there(self) -> bool:
-        """Look whether the thread has ended."""
+        """Look whether the thread has ended, if there is one."""
         return self._behind.has_ended()
 
     def wait(self) -> None:
@@ -127,14 +131,15 @@ class Pairs:
         Raises:
             ConnectionLostError: If a member is lost.
         """
-        with self._sums.telling(is_there=self.is_there()):
+        with self._sums.telling(is_there=self.is_there() and not self._works):
             self._behind.wait()
+            self._receive(self._works)
 
     def take(self) -> Met | None:
-        """Give what the partner has said, once it is there; None: there was none to be met."""
-        if self._behind.under_way is None:
+        """Give what the partner has said, after `wait`; None: there was none to be met."""
+        if not self._theirs:
             return None
-        self._behind.take()
+        self._behind.end()
         (first, *flats), self._theirs = self._theirs, []
         is_finite, is_at_work, mark = first[:NUM_SAID].tolist()
         return Met(
@@ -144,6 +149,21 @@ class Pairs:
             bool(is_at_work),
             mark == self._mark,
         )
+
+    def _notice(self, works: list[distributed.Work]) -> None:
+        """Wait until all has come; of a member that is lost `wait` tells, for an error would hold these."""
+        with suppress(ConnectionLostError):
+            self._receive(works)
+
+    def _receive(self, works: list[distributed.Work]) -> None:
+        """Wait for each message once: who waits for it again, as gloo has it, waits for another one.
+
+        Raises:
+            ConnectionLostError: If a member is lost.
+        """
+        self._sums.wait([])  # it may have been before
+        while works:
+            self._sums.wait([works.pop()])
 
 
 class Later:

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -116,6 +118,32 @@ def test_each_round_takes_pairs_to_their_mean_and_all_come_to_one(num):
             "its model, once in each round in which it met somebody"
         )
         assert counted == sum(met) + 1, "and at flush one round more, and the mean of all"
+
+
+def without_threads(rank, who):
+    """Train where some members can have no thread for what they exchange."""
+    start = threading.Thread.start
+
+    def refused(thread):
+        if rank in who and thread.name == "offbeat-gossip":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    trained = model()
+    live = torch.optim.SGD(trained.parameters(), lr=0.1)
+    ours = gossiping(trained, overlap=2)
+    with mock.patch.object(threading.Thread, "start", refused):
+        for number in range(24):
+            ours.step(step(trained, live, rank, number))
+    before = [value.copy() for value in arrays(trained)]
+    ours.flush()
+    return [*before, *arrays(trained)]
+
+
+def test_where_no_thread_can_be_had_members_meet_as_well():
+    expected = together(without_threads, 3, ())
+    for found, those in zip(together(without_threads, 3, (0, 2)), expected, strict=True):
+        assert all(map(np.array_equal, found, those))
 
 
 def two_methods(rank):
