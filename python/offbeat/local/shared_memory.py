@@ -28,7 +28,7 @@ from offbeat.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SWITCH", "GoneError", "SharedMemory", "are_to_share", "machine", "switch"]
+__all__ = ["SWITCH", "GoneError", "SharedMemory", "machine", "switch", "why_apart"]
 
 SWITCH: Final = "OFFBEAT_SHARED_MEMORY"
 """In the environment: "0" has sums go through the process group on one machine, too, as between machines."""
@@ -67,8 +67,8 @@ def switch() -> str:
     return os.environ.get(SWITCH) or "1"
 
 
-def are_to_share(everybody: Sequence[tuple[str | None, str]]) -> bool:
-    """Tell, alike in all members, whether they share memory; log where switches alone are why not.
+def why_apart(everybody: Sequence[tuple[str | None, str]]) -> str | None:
+    """Say, alike in all members, why they do not share memory; None: they do.
 
     Args:
         everybody: What each member said, by rank: its `machine`, and its `switch`. Or once, what all said.
@@ -83,18 +83,13 @@ def are_to_share(everybody: Sequence[tuple[str | None, str]]) -> bool:
                 f"not there, or 0 for sums that go through the process group also where all members are on "
                 f"one machine"
             )
-    machines = {name for name, _ in everybody}
-    if None in machines or len(machines) > 1:
-        return False
-    off = [rank for rank, (_, said) in enumerate(everybody) if said == "0"]
-    if off:
-        ranks = ", ".join(map(str, off))
-        of = "all members" if len(off) == len(everybody) else f"member{'s' * (len(off) > 1)} {ranks}"
-        log.info(
-            "sums go through the process group, as between machines: %s is 0 in the environment of %s",
-            SWITCH, of,
-        )  # fmt: skip
-    return not off
+    machines = [name for name, _ in everybody]
+    if None in machines:
+        return f"on the device, or system, of {_whose(machines, None)} there is no memory to share"
+    if (num := len(set(machines))) > 1:
+        return f"members are on {num} machines"
+    switches = [said for _, said in everybody]
+    return f"{SWITCH} is 0 in the environment of {_whose(switches, '0')}" if "0" in switches else None
 
 
 class GoneError(Exception):
@@ -292,6 +287,14 @@ def _mapped(file: int, num_bytes: int, *, is_own: bool) -> "np.ndarray[Any, Any]
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_own else 0)  # all of it is its member's to write
     memory = mmap.mmap(file, num_bytes, flags=flags, prot=protection)
     return np.frombuffer(memory, dtype=np.uint8)  # which holds the memory
+
+
+def _whose(values: Sequence[object], wanted: object) -> str:
+    """Name the members that said something, as people do."""
+    ranks = [rank for rank, value in enumerate(values) if value == wanted]
+    if len(ranks) == len(values):
+        return "all members"
+    return f"member{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _name(token: int) -> str:

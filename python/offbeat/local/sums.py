@@ -15,10 +15,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import distributed
 
+from offbeat import log
 from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
 from offbeat.local.behind import Behind, is_behind
 from offbeat.local.group import carries, destroy, gathered, is_alike, own_group, timeout_of
-from offbeat.local.shared_memory import GoneError, SharedMemory, are_to_share, machine, switch
+from offbeat.local.shared_memory import GoneError, SharedMemory, machine, switch, why_apart
 from offbeat.telling import Waits
 
 __all__ = ["Sums", "reduce"]
@@ -248,7 +249,7 @@ class Sums:
             raise
 
     def wait(self, works: Sequence[distributed.Work]) -> None:
-        """Wait for what was started; may be called again, and on another thread.
+        """Wait for what was started, also on another thread; again as well, but for messages between two.
 
         Raises:
             ConnectionLostError: If a member is lost.
@@ -301,6 +302,8 @@ class Sums:
 def _memory_of(group: distributed.ProcessGroup, device: torch.device) -> SharedMemory | None:
     """Have members tell one another what machine each can share memory on; give some, where all can on one.
 
+    Where they cannot, the log says why.
+
     Raises:
         ConfigError: If a member's environment has a switch that is none.
     """
@@ -309,7 +312,10 @@ def _memory_of(group: distributed.ProcessGroup, device: torch.device) -> SharedM
     cpu = torch.device("cpu")
     here = (machine() if device.type == "cpu" else None, switch())
     everybody = [here] if is_alike(group, here, cpu) else gathered(group, here)
-    return SharedMemory() if are_to_share(everybody) else None
+    if (why := why_apart(everybody)) is None:
+        return SharedMemory()
+    log.info("sums go through the process group, as between machines: %s", why)
+    return None
 
 
 def _through(

@@ -193,19 +193,23 @@ def test_a_member_that_reads_a_sum_still_reads_it_while_another_begins_the_next_
 
 
 @pytest.mark.parametrize(
-    ("everybody", "share"),
+    ("everybody", "why"),
     [
-        ([("a", "1")], True),
-        ([("a", "0")], False),
-        ([("a", "1"), ("a", "0"), ("a", "1")], False),
-        ([("a", "1"), ("b", "1")], False),
-        ([("a", "1"), ("b", "0")], False),
-        ([(None, "1")], False),
-        ([("a", "1"), (None, "1")], False),
+        ([("a", "1")], None),
+        ([("a", "0")], "OFFBEAT_SHARED_MEMORY is 0 in the environment of all members"),
+        ([("a", "1"), ("a", "0"), ("a", "1")], "OFFBEAT_SHARED_MEMORY is 0 in the environment of member 1"),
+        (
+            [("a", "0"), ("a", "1"), ("a", "0")],
+            "OFFBEAT_SHARED_MEMORY is 0 in the environment of members 0, 2",
+        ),
+        ([("a", "1"), ("b", "1")], "members are on 2 machines"),
+        ([("a", "1"), ("b", "0"), ("a", "1")], "members are on 2 machines"),
+        ([(None, "1")], "on the device, or system, of all members there is no memory to share"),
+        ([("a", "1"), (None, "0")], "on the device, or system, of member 1 there is no memory to share"),
     ],
 )
-def test_members_share_memory_where_all_are_on_one_machine_and_none_has_switched_it_off(everybody, share):
-    assert shared_memory.are_to_share(everybody) is share
+def test_members_share_memory_where_all_are_on_one_machine_and_none_has_switched_it_off(everybody, why):
+    assert shared_memory.why_apart(everybody) == why
 
 
 def badly_set(rank):
