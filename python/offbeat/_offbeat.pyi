@@ -176,6 +176,14 @@ class Session:
             cause: Why, if it is not finished.
         """
 
+    def leave(self, parting: Literal["finished", "left", "withdrawn"], cause: str | None = None) -> None:
+        """Close, as the process ends: another thread's call is broken off, and none follows.
+
+        Args:
+            parting: As for `close`.
+            cause: As for `close`.
+        """
+
 def forget_after_fork() -> None:
     """In a forked child: close what was inherited, without a word to the other side."""
 

@@ -468,18 +468,21 @@ class Client(process.Live):
     # -- inside
 
     def _at_exit(self, failure: BaseException | None) -> None:
-        self._end(failure)
+        self._end(failure, is_at_exit=True)
 
-    def _end(self, failure: BaseException | None) -> None:
+    def _end(self, failure: BaseException | None, *, is_at_exit: bool = False) -> None:
         if (failure := process.failure_in(failure)) is None:
-            self._close("finished", None)
+            self._close("finished", None, is_at_exit=is_at_exit)
         else:
-            self._close("left", process.cause_of(failure))
+            self._close("left", process.cause_of(failure), is_at_exit=is_at_exit)
 
-    def _close(self, parting: Literal["finished", "left"], cause: str | None) -> None:
+    def _close(
+        self, parting: Literal["finished", "left"], cause: str | None, *, is_at_exit: bool = False
+    ) -> None:
         if (session := self._session) is not None:
             with suppress(ForkedError):  # in a child there is nothing to say: the connection is the parent's
-                session.close(parting, cause)
+                # A thread that is in a call as the process ends never comes to close it afterwards.
+                (session.leave if is_at_exit else session.close)(parting, cause)
             self._session = None
             process.release(self)
 

@@ -137,7 +137,7 @@ def _say_goodbye() -> None:
         *(partial(_leave, one) for one in live),
     ]
     for end in endings:
-        # Another thread may be in a call of it, say, or a second Ctrl-C come: the others are to be heard.
+        # Another thread may be at it, say, or a second Ctrl-C come: the others are to be heard.
         try:
             end(failure)
         except Exception:  # noqa: BLE001, S112  there is nobody left to tell

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -28,7 +29,7 @@ from offbeat.errors import (
     OffbeatTimeoutError,
     OtherTermsError,
 )
-from offbeat.local.behind import Behind
+from offbeat.local.behind import LEAVING_S, Behind
 from offbeat.local.flat import Flat, slices
 from offbeat.rounds import Entered, New
 from offbeat.telling import Waits
@@ -56,7 +57,7 @@ SEEK_S = 0.5
 """How long training stands still, once, to see whether the server of a round that takes long is there."""
 
 
-class Served:
+class Served(process.Live):
     """A server that holds the members' mean, to which each adds its share of the way it has come.
 
     In a round a member enters with what it weighs, is told its share when all who are there have entered,
@@ -80,6 +81,8 @@ class Served:
     is_waited_for = False
     meets_in_twos = False
     arrives_alone = False
+    _instead = "make an averager in the process that is to have one"
+    _exit_turn = -1  # before its client, which is in a call while a round is under way
 
     def __init__(
         self,
@@ -134,6 +137,7 @@ class Served:
             self._presence.drop()
             raise
         self._take_over()
+        process.register(self)
 
     @property
     def size(self) -> int:
@@ -293,7 +297,17 @@ class Served:
         self._is_closed = True
         failure = process.failure_in(failure)
         cause = None if failure is None else process.cause_of(failure)  # what it holds is not to wait
-        self._behind.after(lambda: self._presence.drop(finished=cause is None, cause=cause))
+
+        def leave() -> None:
+            self._presence.drop(finished=cause is None, cause=cause)
+            process.release(self)
+
+        self._behind.after(leave)
+
+    def _at_exit(self, failure: BaseException | None) -> None:
+        """Let a round under way end, for others count on what is said in it; its client breaks it off then."""
+        if failure is None and (under_way := self._behind.under_way) is not None:
+            futures.wait([under_way], LEAVING_S)
 
     @staticmethod
     def _names_of_statistics(num: int) -> list[str]:

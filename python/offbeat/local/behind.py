@@ -8,7 +8,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Behind", "is_behind"]
+__all__ = ["LEAVING_S", "Behind", "is_behind"]
+
+LEAVING_S = 5.0
+"""Longest wait, at the end, for others to come to what is under way."""
 
 Result = TypeVar("Result")
 

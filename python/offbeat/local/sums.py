@@ -17,7 +17,7 @@ from torch import distributed
 
 from offbeat import log
 from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
-from offbeat.local.behind import Behind, is_behind
+from offbeat.local.behind import LEAVING_S, Behind, is_behind
 from offbeat.local.group import carries, destroy, gathered, is_alike, own_group, timeout_of
 from offbeat.local.shared_memory import GoneError, SharedMemory, machine, switch, why_apart
 from offbeat.telling import Waits
@@ -26,9 +26,6 @@ __all__ = ["Sums", "reduce"]
 
 TO_FLUSH = "call flush() at the end of its data, as train() of a trainer does"
 """What each member is to do, where sums are of what it trains on, as people are told who wait for another."""
-
-LEAVING_S = 5.0
-"""Longest wait, at the end, for others to come to what is under way; it goes on behind after that."""
 
 _open: "weakref.WeakSet[Sums]" = weakref.WeakSet()
 """Of this process. A group that Python's end finds alive still has threads, which end the process with it."""
@@ -400,7 +397,7 @@ def _let_go(
         _keep(*held, *works)
         # But ours are: one that comes back from a wait of torch's while Python ends, ends it with SIGABRT.
         leave = functools.partial(futures.wait, under_way)
-    if not is_behind():  # as where Python's collector closes it there
+    if not is_behind():  # as where Python's collector closes it there; what is under way goes on after that
         leave(timeout=LEAVING_S)
 
 

@@ -1,7 +1,7 @@
 //! A worker's side of a session as a Python class, for one thread at a time.
 
 use crate::error::{Class, IntoPyErr, raise};
-use crate::interrupt::{Signals, seconds, wait};
+use crate::interrupt::{seconds, wait};
 use crate::memory::{memories, optional_memories, take_out, take_tensors, take_values, tensors};
 use crate::owned::Owned;
 use crate::text::{json, parse};
@@ -10,9 +10,10 @@ use offbeat_core::spec::{Contribution, OptimizerSpec};
 use offbeat_core::store::Receipt;
 use offbeat_core::table::TensorTable;
 use offbeat_core::wire::message::{New, Parting, Replaces};
-use offbeat_net::client::{self, Client, ClientConfig, ClientError, Entered, Entry, PushInput};
+use offbeat_net::client::{self, Client, ClientConfig, ClientError, Entered, Entry, Interrupt, PushInput};
 use pyo3::prelude::*;
 use std::slice;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 /// Rust's client; `offbeat.Client` and `offbeat.AsyncWorker` are what users hold.
@@ -22,10 +23,15 @@ pub(crate) struct Session {
     address: String,
     /// Tried, never waited for: two threads in one session are their owner's mistake.
     client: Owned<Mutex<Client>>,
+    /// Once the process ends, and another thread is to be out of its call.
+    is_leaving: AtomicBool,
 }
 
 impl Session {
     fn lock(&self) -> Result<MutexGuard<'_, Client>, SessionError> {
+        if self.is_leaving() {
+            return Err(ClientError::Closed.into());
+        }
         match self.client.get().try_lock() {
             Ok(client) => Ok(client),
             Err(TryLockError::WouldBlock) => Err(SessionError::Busy),
@@ -36,9 +42,19 @@ impl Session {
     fn call<T: Send>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut Client, &Signals) -> Result<T, ClientError> + Send,
+        work: impl FnOnce(&mut Client, &dyn Interrupt) -> Result<T, ClientError> + Send,
     ) -> PyResult<T> {
-        wait(py, |signals| work(&mut *self.lock()?, signals).map_err(SessionError::Client))
+        wait(py, |signals| {
+            let result = work(&mut *self.lock()?, &|| self.is_leaving() || signals.interrupted());
+            match result {
+                Err(ClientError::Interrupted) if self.is_leaving() => Err(ClientError::Closed.into()),
+                result => result.map_err(SessionError::Client),
+            }
+        })
+    }
+
+    fn is_leaving(&self) -> bool {
+        self.is_leaving.load(Ordering::Relaxed) // looked at now and then; orders nothing
     }
 
     /// Runs signal handlers a last time while the receipts can still be kept: raised on the way back to the caller,
@@ -109,7 +125,7 @@ impl Session {
             patience: reconnect_timeout_s.map(seconds),
         };
         let client = wait(py, |signals| Client::connect(config, table.as_ref(), signals))?;
-        Ok(Self { address, client: Owned::new(Mutex::new(client)) })
+        Ok(Self { address, client: Owned::new(Mutex::new(client)), is_leaving: AtomicBool::new(false) })
     }
 
     #[getter]
@@ -289,16 +305,31 @@ impl Session {
 
     #[pyo3(signature = (parting, cause=None))]
     fn close(&self, py: Python<'_>, parting: &str, cause: Option<String>) -> PyResult<()> {
-        let parting = match parting {
-            "finished" => Parting::Finished,
-            "left" => Parting::Left { cause },
-            "withdrawn" => Parting::Withdrawn { cause },
-            other => {
-                let message = format!("parting is {other:?}: finished, left or withdrawn");
-                return Err(raise(py, Class::Config, message));
-            }
-        };
+        let parting = parting_of(py, parting, cause)?;
         self.call(py, |client, signals| client.close(parting, signals))
+    }
+
+    /// Closes as the process ends: another thread's call is broken off, and none follows.
+    #[pyo3(signature = (parting, cause=None))]
+    fn leave(&self, py: Python<'_>, parting: &str, cause: Option<String>) -> PyResult<()> {
+        let parting = parting_of(py, parting, cause)?;
+        self.is_leaving.store(true, Ordering::Relaxed); // as it is looked at
+        wait(py, |signals| match self.client.get().lock() {
+            Ok(mut client) => client.close(parting, signals),
+            Err(_) => Ok(()), // a call has panicked in the middle of it
+        })
+    }
+}
+
+fn parting_of(py: Python<'_>, parting: &str, cause: Option<String>) -> PyResult<Parting> {
+    match parting {
+        "finished" => Ok(Parting::Finished),
+        "left" => Ok(Parting::Left { cause }),
+        "withdrawn" => Ok(Parting::Withdrawn { cause }),
+        other => {
+            let message = format!("parting is {other:?}: finished, left or withdrawn");
+            Err(raise(py, Class::Config, message))
+        }
     }
 }
 

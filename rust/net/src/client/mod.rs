@@ -18,7 +18,8 @@
 //! - CLIENT-3 A call that was interrupted leaves the connection in the middle of nothing: what had begun to leave is
 //!   copied, and the next call sends the rest and reads the answer before it does anything else. The push may be
 //!   applied; its receipt comes with [`Client::flush`]. Parameters that come too late are dropped, and what the worker
-//!   has read stays what it was.
+//!   has read stays what it was. The goodbye alone does not wait for that answer: where it is another worker's to give,
+//!   this side has nothing more to say, and the server reads on.
 //! - CLIENT-4 A full socket buffer never blocks the other direction.
 //! - CLIENT-5 A push that was made for an optimizer that the run no longer has is rejected (`optimizer_changed`), and
 //!   the client asks for the run before its next one: momentum and velocity are never those of another optimizer.
@@ -324,7 +325,8 @@ impl Client {
         Ok(())
     }
 
-    /// Says goodbye and closes. What is in flight is waited for, 5 seconds at most, and its parameters are dropped.
+    /// Says goodbye and closes. What is in flight is waited for, 5 seconds at most, and its parameters are dropped; calls that
+    /// were interrupted are not waited for.
     /// Closing twice is fine.
     ///
     /// # Errors

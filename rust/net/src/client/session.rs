@@ -279,6 +279,25 @@ impl Inner {
     /// Asks the server for something small.
     pub(super) fn call(&mut self, call: &Call, interrupt: &dyn Interrupt) -> Result<Reply, ClientError> {
         self.settle(interrupt)?;
+        let (request, asks) = self.ask(call)?;
+        self.reply_to(request, asks, interrupt)
+    }
+
+    /// The same of the last call, where others that were given up have not been answered. The server reads nothing while it
+    /// answers one, and some wait for other workers; that ends where this side has no more to say.
+    fn call_last(&mut self, call: &Call, interrupt: &dyn Interrupt) -> Result<Reply, ClientError> {
+        let (request, asks) = self.ask(call)?;
+        self.turn(asks, interrupt, &|connection, turn| connection.is_sent(turn))?;
+        if let Err(error) = self.connection.stream.end_sending() {
+            self.lose(
+                Turn::wait(),
+                ClientError::from_frame(&self.connection.address, &FrameError::Io(error)),
+            );
+        }
+        self.reply_to(request, Turn::wait(), interrupt)
+    }
+
+    fn ask(&mut self, call: &Call) -> Result<(u32, Turn<'static>), ClientError> {
         let request = self.connection.flight.next_request();
         let mut payload = Vec::new();
         encode(call, &mut payload);
@@ -286,7 +305,16 @@ impl Inner {
         let header = Header { request, ..Header::new(Kind::Call) };
         let outgoing = Outgoing::frame(header, &payload, std::mem::take(&mut self.connection.workshop));
         self.connection.flight.begin(Pending::new(request, Kind::Reply));
-        match self.end_of(request, Turn::send(request, outgoing), interrupt)? {
+        Ok((request, Turn::send(request, outgoing)))
+    }
+
+    fn reply_to(
+        &mut self,
+        request: u32,
+        turn: Turn<'_>,
+        interrupt: &dyn Interrupt,
+    ) -> Result<Reply, ClientError> {
+        match self.end_of(request, turn, interrupt)? {
             End::Reply(reply) => Ok(reply),
             end @ (End::Receipt { .. } | End::Pulled { .. } | End::Refused(_)) => Err(self.unexpected(&end)),
         }
@@ -307,24 +335,26 @@ impl Inner {
     /// Says goodbye, in at most `limit`. Who has finished comes back to say so, since the server would wait for it.
     pub(super) fn goodbye(&mut self, parting: Parting, interrupt: &dyn Interrupt, limit: Duration) {
         self.abandon();
-        // The server reads nothing while it answers a call that was given up, and some wait for other workers.
-        let limit = if self.connection.flight.is_calling() { GRACE } else { limit };
         if self.broken.is_some() {
             return;
         }
         let has_finished = parting == Parting::Finished;
         let call = Call::Goodbye { parting };
-        let said = if has_finished {
-            self.again_within(self.way.last_patience(), interrupt, &mut |inner| {
-                let begun = Instant::now();
-                let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
+        let mut say = |inner: &mut Self| {
+            let begun = Instant::now();
+            let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
+            if inner.connection.flight.is_calling() {
+                inner.call_last(&call, &out_of_time)
+            } else {
                 inner.call(&call, &out_of_time)
-            })
+            }
+        };
+        let said = if has_finished {
+            self.again_within(self.way.last_patience(), interrupt, &mut say)
         } else if self.is_lost() {
             return;
         } else {
-            let begun = Instant::now();
-            self.call(&call, &|| begun.elapsed() > limit || interrupt.interrupted())
+            say(self)
         };
         if let Err(error) = said {
             tracing::debug!(address = self.connection.address, %error, "the server did not hear the goodbye");

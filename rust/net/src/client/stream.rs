@@ -115,6 +115,11 @@ impl Stream {
         self.nudged.take()
     }
 
+    /// Has the other side know that nothing more comes; what it has to say is read still.
+    pub(super) fn end_sending(&self) -> io::Result<()> {
+        Ok(rustix::net::shutdown(&*self.socket, Shutdown::Write)?)
+    }
+
     /// Ends the connection.
     pub(super) fn shutdown(&self) -> io::Result<()> {
         Ok(rustix::net::shutdown(&*self.socket, Shutdown::Both)?)

@@ -229,6 +229,22 @@ fn a_wait_can_be_interrupted_and_taken_up_again_or_ended() {
 }
 
 #[test]
+fn a_goodbye_out_of_a_wait_is_heard() {
+    for (parting, state) in [(Parting::Finished, "finished"), (Parting::Left { cause: None }, "left")] {
+        let server = start(adding(Transaction::Fragment));
+        let mut workers = vec![worker(server.address(), "a"), worker(server.address(), "b")];
+        acquaint(&mut workers);
+        let [mut a, mut b] = <[Worker; 2]>::try_from(workers).ok().unwrap();
+        let once_in = || rounds(&server)["open_entrants"] == 1;
+        assert_eq!(a.client.enter(&Entry::of(1.0), &once_in), Err(ClientError::Interrupted));
+        assert_eq!(a.client.close(parting, &never), Ok(()));
+        let told = status(&server)["workers"].clone();
+        assert!(told.as_array().unwrap().iter().any(|w| w["id"] == "a" && w["state"] == state), "{told}");
+        assert_eq!(enter(&mut b, 1.0).members, 1, "nobody else is there");
+    }
+}
+
+#[test]
 fn a_wait_outlives_its_connection() {
     let server = start(adding(Transaction::Fragment));
     let relay = Relay::new(server.address(), []);
