@@ -132,7 +132,7 @@ def _in_a_group(backend: str, place: Place, timeout: timedelta | None, *, is_giv
         distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         _meet(backend, place, timeout)
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
     log.info(
         "this is process %d of %d in torch's %s group, by %s",
         place.rank, place.world_size, backend, place.told_by,
@@ -287,8 +287,9 @@ def _in_the_group_there_is(backend: str, place: Place | None) -> tuple[int, int]
     return rank, world_size
 
 
-def _leave() -> None:
+def _leave(pid: int) -> None:
+    """Leave the group, in the process that has made it: a child that was forked has none of its threads."""
     from torch import distributed
 
-    if distributed.is_initialized():
+    if pid == os.getpid() and distributed.is_initialized():
         distributed.destroy_process_group()

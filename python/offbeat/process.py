@@ -21,7 +21,17 @@ from typing import ClassVar, NoReturn, SupportsIndex
 from offbeat import log
 from offbeat.errors import ForkedError
 
-__all__ = ["Live", "Origin", "at_end", "cause_of", "failure_in", "note_exit", "register", "release"]
+__all__ = [
+    "Live",
+    "Origin",
+    "at_end",
+    "at_end_of_forked",
+    "cause_of",
+    "failure_in",
+    "note_exit",
+    "register",
+    "release",
+]
 
 MAX_CAUSE_CHARS = 1000
 
@@ -73,7 +83,7 @@ _live: weakref.WeakSet[Live] = weakref.WeakSet()
 _ends_by: SystemExit | None = None
 _at_end: list[Callable[[BaseException | None], None]] = []
 _hooked = False
-_hooked_into_multiprocessing = False
+_finalizers: set[Callable[[], None]] = set()
 
 
 def register(thing: Live) -> None:
@@ -82,7 +92,7 @@ def register(thing: Live) -> None:
         _hook()
         _live.add(thing)
     log.keep_logging(_is_something_live)
-    _hook_multiprocessing()
+    at_end_of_forked(_say_goodbye)
 
 
 def _is_something_live() -> bool:
@@ -97,7 +107,7 @@ def at_end(call: Callable[[BaseException | None], None]) -> None:
     with _lock:
         _hook()
         _at_end.append(call)
-    _hook_multiprocessing()
+    at_end_of_forked(_say_goodbye)
 
 
 def note_exit(leaving: SystemExit | None) -> None:
@@ -180,24 +190,25 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _hook_multiprocessing() -> None:
-    """A forked `multiprocessing.Process` ends without `atexit`, by finalizers of its own."""
-    global _hooked_into_multiprocessing  # noqa: PLW0603
+def at_end_of_forked(call: Callable[[], None]) -> None:
+    """Have a forked `multiprocessing.Process`, which ends without `atexit`, call something as it ends."""
     util = sys.modules.get("multiprocessing.util")
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
     if util is None or parent is None or parent() is None:
         return  # not one of these
-    if not _hooked_into_multiprocessing:
-        _hooked_into_multiprocessing = True
-        util.Finalize(None, _say_goodbye, exitpriority=100)
+    if call not in _finalizers:
+        with _lock:
+            _hook()  # which forgets it in a child of this one
+        _finalizers.add(call)
+        util.Finalize(None, call, exitpriority=100)
 
 
 def _after_fork() -> None:
-    global _lock, _live, _hooked_into_multiprocessing, _ends_by  # noqa: PLW0603
+    global _lock, _live, _ends_by
     from offbeat import _offbeat
 
     _at_end.clear()  # what it is about is the parent's
     _offbeat.forget_after_fork()
     log.forget_after_fork()
     _lock, _live, _ends_by = threading.Lock(), weakref.WeakSet(), None
-    _hooked_into_multiprocessing = False  # the child's finalizers begin empty
+    _finalizers.clear()  # the child's begin empty

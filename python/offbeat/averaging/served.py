@@ -305,7 +305,7 @@ class Served(process.Live):
         self._behind.after(leave)
 
     def _at_exit(self, failure: BaseException | None) -> None:
-        """Let a round under way end, for others count on what is said in it; its client breaks it off then."""
+        """Let a round under way end, as others count on what is said in it; its client breaks it off then."""
         if failure is None and (under_way := self._behind.under_way) is not None:
             futures.wait([under_way], LEAVING_S)
 

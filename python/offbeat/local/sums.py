@@ -4,7 +4,9 @@ import atexit
 import ctypes
 import functools
 import os
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -15,7 +17,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import distributed
 
-from offbeat import log
+from offbeat import log, process
 from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
 from offbeat.local.behind import LEAVING_S, Behind, is_behind
 from offbeat.local.group import carries, destroy, gathered, is_alike, own_group, timeout_of
@@ -27,8 +29,13 @@ __all__ = ["Sums", "reduce"]
 TO_FLUSH = "call flush() at the end of its data, as train() of a trainer does"
 """What each member is to do, where sums are of what it trains on, as people are told who wait for another."""
 
+LOOK_S = 0.05
+"""From one look whether what is under way in a closed group has ended to the next."""
+
 _open: "weakref.WeakSet[Sums]" = weakref.WeakSet()
 """Of this process. A group that Python's end finds alive still has threads, which end the process with it."""
+_closing: "set[_Closing]" = set()
+"""Groups of this process that were closed while something was under way in them, which is still."""
 
 
 class Sums:
@@ -71,6 +78,7 @@ class Sums:
         _open.add(self)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last of all, so that it comes before the default group is left
+        process.at_end_of_forked(_close_all)
 
     @classmethod
     def among(
@@ -131,17 +139,9 @@ class Sums:
         group's time for it is over, the connections to them stay, on a thread. In a child that was forked,
         which has none of the group's threads, nothing is destroyed.
         """
-        held = [] if self._group is None else [self._group]
-        works, self._works, self._group = list(self._started), [], None
-        self._memory = None  # which goes with what is under way
-        if self._pid != os.getpid():
-            _keep(*held, *works)
-        elif held:
-            under_way = [future for one in self._threads if (future := one.under_way) is not None]
-            try:
-                destroy(held[0])
-            finally:
-                _let_go(held, works, under_way)
+        closing = self._end()
+        if closing is not None and not is_behind():  # as where Python's collector closes it there
+            closing.wait(LEAVING_S)  # what is under way goes on after that
 
     def __del__(self) -> None:
         """Close it: nobody holds it any more."""
@@ -291,6 +291,23 @@ class Sums:
         if self._lost is not None:
             raise ConnectionLostError(self._lost)
 
+    def _end(self) -> "_Closing | None":
+        """Close it, and wait for nothing; give what is to be waited for."""
+        held = [] if self._group is None else [self._group]
+        works, self._works, self._group = list(self._started), [], None
+        self._memory = None  # which goes with what is under way
+        if self._pid != os.getpid():
+            _keep(*held, *works)
+        elif held:
+            under_way = [future for one in self._threads if (future := one.under_way) is not None]
+            closing = _Closing(held, works, under_way, 0.0 if self._lost else self._timeout.total_seconds())
+            try:
+                destroy(held[0])
+            finally:
+                closing.begin()
+            return closing
+        return None
+
     def _lose(self, error: RuntimeError) -> NoReturn:
         self._lost = _lost(self._of, self._each, error)
         raise ConnectionLostError(self._lost) from None  # whose cause is in the text
@@ -372,33 +389,61 @@ def _waiting(group: distributed.ProcessGroup, of: str, each: str, waited_s: floa
     )
 
 
-def _let_go(
-    held: list[distributed.ProcessGroup],
-    works: list[distributed.Work],
-    under_way: Sequence[futures.Future[Any]],
-) -> None:
-    """Let go of the last reference to a group, with which torch waits for what is under way in it.
+class _Closing:
+    """A group whose last reference is let go of once nothing is under way in it: torch waits for that there.
 
-    Args:
-        held: The group.
-        works: What torch's threads do in it still.
-        under_way: What threads of ours do.
+    Not there, if it can be helped: a thread that comes back from torch while Python ends, ends the process
+    with SIGABRT.
     """
 
-    def let_go() -> None:
-        futures.wait(under_way)
-        held.clear()
+    def __init__(
+        self,
+        held: list[distributed.ProcessGroup],
+        works: list[distributed.Work],
+        under_way: Sequence[futures.Future[Any]],
+        most_s: float,
+    ) -> None:
+        """Do nothing yet.
 
-    thread = threading.Thread(target=let_go, name="offbeat-closing", daemon=True)
-    leave: Callable[..., object] = thread.join
-    try:
-        thread.start()
-    except RuntimeError:  # none is to be had, as from 3.12 on where Python ends: torch's are not waited for
-        _keep(*held, *works)
-        # But ours are: one that comes back from a wait of torch's while Python ends, ends it with SIGABRT.
-        leave = functools.partial(futures.wait, under_way)
-    if not is_behind():  # as where Python's collector closes it there; what is under way goes on after that
-        leave(timeout=LEAVING_S)
+        Args:
+            held: The group.
+            works: What torch's threads do in it still.
+            under_way: What threads of ours do.
+            most_s: Longest wait for `works`, which have failed by then.
+        """
+        self._held, self._works, self._under_way, self._most_s = held, works, under_way, most_s
+        self._thread = threading.Thread(target=self._let_go, name="offbeat-closing", daemon=True)
+
+    def begin(self) -> None:
+        """Wait on a thread; where none is to be had the group stays."""
+        if sys.is_finalizing():  # one that is started never begins then, and Python 3.11 waits for it
+            self.keep()
+            return
+        _closing.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:  # also where Python ends, in some versions
+            self.keep()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for it; at least for what threads of ours do."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        elif self in _closing:
+            futures.wait(self._under_way, timeout_s)
+
+    def keep(self) -> None:
+        """Never let go of what is held still."""
+        _keep(*self._held, *self._works)
+
+    def _let_go(self) -> None:
+        futures.wait(self._under_way)
+        until_s, never = time.monotonic() + self._most_s, threading.Event()
+        while not all(work.is_completed() for work in self._works) and time.monotonic() < until_s:
+            never.wait(LOOK_S)
+        self._works.clear()
+        self._held.clear()
+        _closing.discard(self)
 
 
 def _keep(*things: object) -> None:
@@ -408,5 +453,19 @@ def _keep(*things: object) -> None:
 
 
 def _close_all() -> None:
+    """Close all as the process ends, whatever one of them raises; wait for all as long as for one."""
+    raised: BaseException | None = None
+    until_s = time.monotonic() + LEAVING_S
     for sums in list(_open):
-        sums.close()
+        try:
+            sums._end()  # noqa: SLF001  of this module
+        except BaseException as error:  # noqa: BLE001  raised below
+            raised = raised or error
+    for closing in list(_closing):
+        try:
+            closing.wait(0.0 if raised else max(0.0, until_s - time.monotonic()))
+        except BaseException as error:  # noqa: BLE001  raised below
+            raised = raised or error
+        closing.keep()
+    if raised is not None:
+        raise raised

@@ -101,6 +101,33 @@ def test_a_group_that_is_destroyed_leaves_no_threads_that_could_abort_the_proces
     assert ended.returncode == 0, ended.stderr
 
 
+FORKS = """
+import os, sys, torch
+from torch import distributed
+import offbeat
+from offbeat.local.sums import Sums
+
+offbeat.init_distributed("gloo", rank=0, world_size=1)
+if sys.argv[1] == "sums":
+    held = Sums.among(distributed.group.WORLD, of="numbers", device=torch.device("cpu"))
+    held.begin([torch.ones(1 << 20)])
+    held.finish()
+distributed.all_reduce(torch.ones(3))
+if (child := os.fork()) == 0:
+    sys.exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["the group", "sums"])
+def test_a_forked_child_ends_without_what_it_has_no_threads_for(what):
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS, what], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("local_rank", "num_devices", "device"), [(0, 1, 0), (3, 1, 0), (0, 4, 0), (3, 4, 3)]
 )

@@ -489,6 +489,9 @@ class Last:  # as Python is torn down
 sys.last = Last()
 begin()
 given = None  # who sums holds it
+if what == "a closed one":
+    sums.LEAVING_S = 0.2
+    members.close()
 
 @atexit.register
 def as_from_3_12_on():
@@ -501,7 +504,12 @@ sys.exit("of the user's")
 
 @pytest.mark.parametrize(
     ("what", "printed"),
-    [("a sum", "waits\ntorn down\n"), ("a pair", "waits\ntorn down\n"), ("a small sum", "torn down\n")],
+    [
+        ("a sum", "waits\ntorn down\n"),
+        ("a pair", "waits\ntorn down\n"),
+        ("a small sum", "torn down\n"),
+        ("a closed one", "torn down\n"),
+    ],
 )
 def test_a_process_that_ends_in_mid_sum_takes_part_where_python_starts_no_thread_by_then(what, printed):
     def start(rank):
@@ -522,6 +530,84 @@ def test_a_process_that_ends_in_mid_sum_takes_part_where_python_starts_no_thread
         finally:
             ends.kill()
             comes.kill()
+
+
+ENDS = """
+import atexit, sys
+from torch import distributed
+import offbeat
+from offbeat.local import sums
+
+offbeat.init_distributed("gloo", rank=0, world_size=1)
+held, destroy = [], sums.destroy
+
+def make():
+    held.append(sums.Sums.among(distributed.group.WORLD, of="numbers"))
+
+def breaks_off(group):
+    sums.destroy = destroy
+    raise KeyboardInterrupt
+
+@atexit.register  # the first, and so the last to be called
+def tell():
+    print([one._group is None for one in held], flush=True)
+    if sys.argv[1] == "made later":
+        make()
+
+make()
+make()
+if sys.argv[1] == "broken off":
+    sums.destroy = breaks_off
+"""
+
+
+@pytest.mark.parametrize("how", ["broken off", "made later"])
+def test_whatever_happens_as_a_process_ends_all_are_closed_and_it_does_end(how):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, how], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.stdout == "[True, True]\n", ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert ("KeyboardInterrupt" in ended.stderr) is (how == "broken off")
+
+
+FORKED = """
+import multiprocessing, os, sys
+
+def member(rank, ends):
+    import torch
+    from torch import distributed
+    import offbeat
+    from offbeat.local.sums import Sums
+    global members
+    torch.set_num_threads(1)
+    offbeat.init_distributed("gloo", rank=rank, world_size=2, timeout_s=60)
+    members = Sums.among(distributed.group.WORLD, of="numbers", device=torch.device("cpu"))
+    given = torch.ones(8)
+    if rank == 1:
+        ends.wait()
+    members.begin([given])
+    if rank == 0:
+        ends.set()
+    else:
+        members.finish()
+        print(given[0].item(), flush=True)
+
+method = multiprocessing.get_context("fork")
+both = [method.Process(target=member, args=(rank, ends)) for ends in [method.Event()] for rank in range(2)]
+[one.start() for one in both]
+[one.join() for one in both]
+print([one.exitcode for one in both])
+"""
+
+
+def test_a_forked_process_that_ends_in_mid_sum_takes_part():
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKED], env=os.environ | at, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert ended.stdout == "2.0\n[0, 0]\n", ended.stderr
 
 
 def collected(rank):
