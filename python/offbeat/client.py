@@ -443,7 +443,7 @@ class Client(process.Live):
         Raises:
             StateError: If another thread is in a call of this client, which then stays as it is.
         """
-        self._close("finished" if finished else "left", None if finished else cause)
+        self._part(finished=finished, cause=cause)
 
     def __enter__(self) -> Self:
         """Use as a context manager: closed at the end, as unfinished if that is an exception."""
@@ -471,18 +471,16 @@ class Client(process.Live):
         self._end(failure, is_at_exit=True)
 
     def _end(self, failure: BaseException | None, *, is_at_exit: bool = False) -> None:
-        if (failure := process.failure_in(failure)) is None:
-            self._close("finished", None, is_at_exit=is_at_exit)
-        else:
-            self._close("left", process.cause_of(failure), is_at_exit=is_at_exit)
+        failure = process.failure_in(failure)
+        cause = None if failure is None else process.cause_of(failure)
+        self._part(finished=failure is None, cause=cause, is_at_exit=is_at_exit)
 
-    def _close(
-        self, parting: Literal["finished", "left"], cause: str | None, *, is_at_exit: bool = False
-    ) -> None:
+    def _part(self, *, finished: bool, cause: str | None, is_at_exit: bool = False) -> None:
+        """Say goodbye and close; at the process's end another thread's call is broken off for it."""
         if (session := self._session) is not None:
+            say = session.leave if is_at_exit else session.close
             with suppress(ForkedError):  # in a child there is nothing to say: the connection is the parent's
-                # A thread that is in a call as the process ends never comes to close it afterwards.
-                (session.leave if is_at_exit else session.close)(parting, cause)
+                say("finished" if finished else "left", None if finished else cause)
             self._session = None
             process.release(self)
 

@@ -190,8 +190,13 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def at_end_of_forked(call: Callable[[], None]) -> None:
-    """Have a forked `multiprocessing.Process`, which ends without `atexit`, call something as it ends."""
+def at_end_of_forked(call: Callable[[], None], *, turn: int = 0) -> None:
+    """Have a forked `multiprocessing.Process`, which ends without `atexit`, call something as it ends.
+
+    Args:
+        call: What; what it raises keeps what comes after it from being called.
+        turn: After all with a smaller one; 0 is the goodbye of what is open.
+    """
     util = sys.modules.get("multiprocessing.util")
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
     if util is None or parent is None or parent() is None:
@@ -200,7 +205,7 @@ def at_end_of_forked(call: Callable[[], None]) -> None:
         with _lock:
             _hook()  # which forgets it in a child of this one
         _finalizers.add(call)
-        util.Finalize(None, call, exitpriority=100)
+        util.Finalize(None, call, exitpriority=100 - turn)
 
 
 def _after_fork() -> None:

@@ -117,7 +117,7 @@ class Pairs:
             assert None not in works  # noqa: S101  this process is a member
             return works  # type: ignore[return-value]
 
-        self._works = works = self._sums.start(start)
+        self._works = works = self._sums.start(start, are_between_two=True)
         with suppress(RuntimeError):  # no thread is to be had: `wait` waits for the messages itself
             self._behind.begin(lambda: self._notice(works))
 
@@ -163,7 +163,8 @@ class Pairs:
         """
         self._sums.wait([])  # it may have been before
         while works:
-            self._sums.wait([works.pop()])
+            self._sums.wait(works[-1:])
+            works.pop()
 
 
 class Later:

@@ -121,14 +121,15 @@ class Presence:
             log.warn("the server is there again: averaging goes on")
         self.away, self.has_just_lost_it = None, False
 
-    def drop(self, *, finished: bool = False, cause: str | None = None) -> None:
+    def drop(self, *, finished: bool = False, cause: str | None = None, is_at_exit: bool = False) -> None:
         """Say goodbye, if this member is there; unless it has finished, it may come again.
 
         Args:
             finished: It has.
             cause: Why it leaves, as the server then tells.
+            is_at_exit: The process ends: a call that is under way is broken off.
         """
         client, self._client = self._client, None
         if client is not None:
             with suppress(OffbeatError):  # of a session that is over there is nothing to say goodbye to
-                client.close(finished=finished, cause=cause)
+                client._part(finished=finished, cause=cause, is_at_exit=is_at_exit)  # noqa: SLF001  no user's

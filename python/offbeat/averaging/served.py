@@ -126,7 +126,8 @@ class Served(process.Live):
         self._mean: Arrays = {}
         self._version = -1
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
-        self._is_closed = self.has_gone_on = self._has_missed = False
+        self._is_closed = self.has_gone_on = self._has_missed = self._has_waited = False
+        self._cause: str | None = None  # why it leaves at its end; None: it has finished
         self.lingers = True
         self._waits_for_those_before = False
         self._meet(waiting.BEGIN_S)
@@ -296,18 +297,24 @@ class Served(process.Live):
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
         self._is_closed = True
         failure = process.failure_in(failure)
-        cause = None if failure is None else process.cause_of(failure)  # what it holds is not to wait
+        self._cause = None if failure is None else process.cause_of(failure)  # what it holds is not to wait
 
         def leave() -> None:
-            self._presence.drop(finished=cause is None, cause=cause)
+            self._presence.drop(finished=self._cause is None, cause=self._cause)
             process.release(self)
 
         self._behind.after(leave)
 
     def _at_exit(self, failure: BaseException | None) -> None:
         """Let a round under way end, as others count on what is said in it; its client breaks it off then."""
-        if failure is None and (under_way := self._behind.under_way) is not None:
+        failure = process.failure_in(failure)
+        if not self._is_closed:  # else what was to be said as the round ends is what is said now
+            self._cause = None if failure is None else process.cause_of(failure)
+        under_way = self._behind.under_way
+        if self._cause is None and under_way is not None and not self._has_waited:
+            self._has_waited = True  # Ctrl-C in it does not begin it anew
             futures.wait([under_way], LEAVING_S)
+        self._presence.drop(finished=self._cause is None, cause=self._cause, is_at_exit=True)
 
     @staticmethod
     def _names_of_statistics(num: int) -> list[str]:

@@ -29,6 +29,8 @@ __all__ = ["Sums", "reduce"]
 TO_FLUSH = "call flush() at the end of its data, as train() of a trainer does"
 """What each member is to do, where sums are of what it trains on, as people are told who wait for another."""
 
+HURRY_S = 0.5
+"""Longest wait, at the end, where it was broken off, as by Ctrl-C."""
 LOOK_S = 0.05
 """From one look whether what is under way in a closed group has ended to the next."""
 
@@ -71,6 +73,7 @@ class Sums:
         self._threads: list[Behind[Any]] = [self._behind]
         self._works: list[distributed.Work] = []
         self._started = weakref.WeakSet[distributed.Work]()  # of all, for as long as somebody holds them
+        self._collective = weakref.WeakSet[distributed.Work]()
         self._lost: str | None = None
         self._waits = Waits()
         self._group: distributed.ProcessGroup | None = group
@@ -78,7 +81,7 @@ class Sums:
         _open.add(self)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last of all, so that it comes before the default group is left
-        process.at_end_of_forked(_close_all)
+        process.at_end_of_forked(_close_all, turn=1)
 
     @classmethod
     def among(
@@ -190,12 +193,17 @@ class Sums:
         self._works = []
 
     def start(
-        self, begin: Callable[[distributed.ProcessGroup], list[distributed.Work]]
+        self,
+        begin: Callable[[distributed.ProcessGroup], list[distributed.Work]],
+        *,
+        are_between_two: bool = False,
     ) -> list[distributed.Work]:
         """Start something else over the same group, to `wait` for; it comes after sums that are under way.
 
         Args:
             begin: Starts it without waiting.
+            are_between_two: They are messages, of which torch tells that they have come to nobody but who
+                waits for them.
 
         Raises:
             ConnectionLostError: If a member is lost.
@@ -214,6 +222,8 @@ class Sums:
             self._lost = f"the sums of {self._of} were broken off while they began ({type(error).__name__})"
             raise
         self._started.update(works)
+        if not are_between_two:
+            self._collective.update(works)
         return works
 
     @contextmanager
@@ -300,7 +310,13 @@ class Sums:
             _keep(*held, *works)
         elif held:
             under_way = [future for one in self._threads if (future := one.under_way) is not None]
-            closing = _Closing(held, works, under_way, 0.0 if self._lost else self._timeout.total_seconds())
+            closing = _Closing(
+                held,
+                works,
+                collective=list(self._collective),
+                under_way=under_way,
+                most_s=self._timeout.total_seconds(),
+            )
             try:
                 destroy(held[0])
             finally:
@@ -400,6 +416,8 @@ class _Closing:
         self,
         held: list[distributed.ProcessGroup],
         works: list[distributed.Work],
+        *,
+        collective: list[distributed.Work],
         under_way: Sequence[futures.Future[Any]],
         most_s: float,
     ) -> None:
@@ -408,10 +426,13 @@ class _Closing:
         Args:
             held: The group.
             works: What torch's threads do in it still.
+            collective: Those among them that tell by themselves that they have ended.
             under_way: What threads of ours do.
-            most_s: Longest wait for `works`, which have failed by then.
+            most_s: Longest wait for `collective`, which have failed by then.
         """
-        self._held, self._works, self._under_way, self._most_s = held, works, under_way, most_s
+        self._held, self._works, self._collective = held, works, collective
+        self._under_way, self._most_s = under_way, most_s
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._let_go, name="offbeat-closing", daemon=True)
 
     def begin(self) -> None:
@@ -429,7 +450,7 @@ class _Closing:
         """Wait for it; at least for what threads of ours do."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        elif self in _closing:
+        elif self in _closing and self._pid == os.getpid():
             futures.wait(self._under_way, timeout_s)
 
     def keep(self) -> None:
@@ -439,8 +460,9 @@ class _Closing:
     def _let_go(self) -> None:
         futures.wait(self._under_way)
         until_s, never = time.monotonic() + self._most_s, threading.Event()
-        while not all(work.is_completed() for work in self._works) and time.monotonic() < until_s:
+        while not all(work.is_completed() for work in self._collective) and time.monotonic() < until_s:
             never.wait(LOOK_S)
+        self._collective.clear()
         self._works.clear()
         self._held.clear()
         _closing.discard(self)
@@ -462,8 +484,10 @@ def _close_all() -> None:
         except BaseException as error:  # noqa: BLE001  raised below
             raised = raised or error
     for closing in list(_closing):
+        if raised is not None:  # as by Ctrl-C: those in which nothing is under way take no longer
+            until_s = min(until_s, time.monotonic() + HURRY_S)
         try:
-            closing.wait(0.0 if raised else max(0.0, until_s - time.monotonic()))
+            closing.wait(max(0.0, until_s - time.monotonic()))
         except BaseException as error:  # noqa: BLE001  raised below
             raised = raised or error
         closing.keep()

@@ -306,7 +306,8 @@ impl Session {
     #[pyo3(signature = (parting, cause=None))]
     fn close(&self, py: Python<'_>, parting: &str, cause: Option<String>) -> PyResult<()> {
         let parting = parting_of(py, parting, cause)?;
-        self.call(py, |client, signals| client.close(parting, signals))
+        // Not broken off where the process ends meanwhile: it is what is to be said then.
+        wait(py, |signals| self.lock()?.close(parting, signals).map_err(SessionError::Client))
     }
 
     /// Closes as the process ends: another thread's call is broken off, and none follows.

@@ -75,6 +75,8 @@ def others(server):
         ("sys.exit(0)", "finished", 0),
         ("1 / 0", "left", 1),
         ("with averager: 1 / 0", "left", 1),
+        ("with averager: sys.exit(3)", "left", 3),
+        ("averager.close()\n1 / 0", "finished", 1),
         ("raise KeyboardInterrupt", "left", None),
     ],
 )
@@ -90,6 +92,28 @@ def test_who_ends_while_a_round_of_its_own_waits_for_others_says_goodbye(server,
     assert code is None or member.returncode == code, told
     does_a_round(stays)
     assert stays.world_size == 1, "nobody is waited for who has said goodbye"
+
+
+BREAKS_OFF = """
+import concurrent.futures
+
+def wait(*_):
+    print("waits", flush=True)
+    raise KeyboardInterrupt
+
+concurrent.futures.wait = wait
+"""
+
+
+def test_ctrl_c_ends_the_wait_for_others(server, stays):
+    with ends(server.address, BREAKS_OFF) as member:
+        try:
+            until_it_waits(server)
+            said, told = member.communicate("\n", timeout=60)
+        finally:
+            member.kill()
+    assert said == "waits\n", told
+    assert others(server) == {"worker-1": "finished"}
 
 
 def test_what_it_has_said_in_that_round_is_in_the_mean_where_others_come_to_it_soon(server, stays):

@@ -221,10 +221,10 @@ def badly_set(rank):
     return str(refused.value)
 
 
-def switched_off(rank, switches):
-    """Make an accumulator where members' environments have such switches; give what is logged."""
-    if switches[rank] is not None:
-        os.environ[shared_memory.SWITCH] = switches[rank]
+def logged(switch=None):
+    """Make an accumulator where the environment has such a switch; give what is logged of sums."""
+    if switch is not None:
+        os.environ[shared_memory.SWITCH] = switch
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -238,7 +238,28 @@ def switched_off(rank, switches):
         logger.removeHandler(handler)
         logger.setLevel(before)
         os.environ.pop(shared_memory.SWITCH, None)
-    return [line for line in lines if shared_memory.SWITCH in line]
+    return [line for line in lines if line.startswith("sums go")]
+
+
+def switched_off(rank, switches):
+    return logged(switches[rank])
+
+
+def on_machines(rank, machines):
+    with mock.patch("offbeat.local.sums.machine", return_value=machines[rank]):
+        return logged()
+
+
+@pytest.mark.parametrize(
+    ("machines", "why"),
+    [
+        ("ab", "members are on 2 machines"),
+        ([None, "a"], "on the device, or system, of member 0 there is no memory to share"),
+    ],
+)
+def test_why_members_do_not_share_memory_is_told_to_all(machines, why):
+    for told in together(on_machines, 2, machines):
+        assert told == [f"sums go through the process group, as between machines: {why}"]
 
 
 @pytest.mark.parametrize(
@@ -569,6 +590,55 @@ def test_whatever_happens_as_a_process_ends_all_are_closed_and_it_does_end(how):
     assert ended.stdout == "[True, True]\n", ended.stderr
     assert ended.returncode == 0, ended.stderr
     assert ("KeyboardInterrupt" in ended.stderr) is (how == "broken off")
+
+
+LEAVES = """
+import sys, torch
+from torch import distributed
+import offbeat
+from offbeat.local import sums
+
+rank, wait = int(sys.argv[1]), sums._Closing.wait
+offbeat.init_distributed("gloo", rank=rank, world_size=2, timeout_s=60)
+
+def tell(closing, timeout_s):
+    print(timeout_s > 1, flush=True)
+    wait(closing, timeout_s)
+
+def make():
+    return sums.Sums.among(distributed.group.WORLD, of="numbers", device=torch.device("cpu"))
+
+held = [make(), make()]
+if rank == 1:
+    sys.stdin.readline()
+sums._Closing.wait, sums.LEAVING_S = tell, float(sys.argv[2])
+for one in held:
+    one.begin([torch.ones(8)])
+"""
+
+
+@pytest.mark.parametrize("ends_by", ["Ctrl-C", "time"])
+def test_the_wait_for_others_as_a_process_ends_is_one_for_all_sums_and_ctrl_c_ends_it(ends_by):
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    first, other = (
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(rank), "50" if ends_by == "Ctrl-C" else "2"],
+            env=os.environ | at, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    with first, other:
+        try:
+            assert first.stdout.readline() == "True\n", first.stderr.read()
+            if ends_by == "Ctrl-C":
+                first.send_signal(signal.SIGINT)
+            said, told = first.communicate(timeout=40)
+            assert (said, first.returncode) == ("False\n", 0), told
+            assert ("KeyboardInterrupt" in told) is (ends_by == "Ctrl-C")
+        finally:
+            first.kill()
+            other.kill()
 
 
 FORKED = """

@@ -176,9 +176,9 @@ impl Flight {
         self.pending.remove(at)?.end
     }
 
-    /// Whether a call, not a push, has not been answered yet.
-    pub(super) fn is_calling(&self) -> bool {
-        self.pending.iter().any(|p| p.push.is_none() && p.end.is_none())
+    /// Whether a call has not been answered yet, and no push or pull, which the server would not go on from.
+    pub(super) fn is_only_calling(&self) -> bool {
+        self.pending.iter().any(|p| p.end.is_none()) && !self.owes_parameters()
     }
 
     /// Nobody waits for anything any more.

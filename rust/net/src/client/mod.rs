@@ -325,8 +325,8 @@ impl Client {
         Ok(())
     }
 
-    /// Says goodbye and closes. What is in flight is waited for, 5 seconds at most, and its parameters are dropped; calls that
-    /// were interrupted are not waited for.
+    /// Says goodbye and closes. What is in flight is waited for, 5 seconds at most, and its parameters are dropped; an interrupted
+    /// call that waits for other workers is given up.
     /// Closing twice is fine.
     ///
     /// # Errors

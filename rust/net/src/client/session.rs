@@ -289,10 +289,9 @@ impl Inner {
         let (request, asks) = self.ask(call)?;
         self.turn(asks, interrupt, &|connection, turn| connection.is_sent(turn))?;
         if let Err(error) = self.connection.stream.end_sending() {
-            self.lose(
-                Turn::wait(),
-                ClientError::from_frame(&self.connection.address, &FrameError::Io(error)),
-            );
+            let error = ClientError::from_frame(&self.connection.address, &FrameError::Io(error));
+            self.lose(Turn::wait(), error.clone());
+            return Err(error);
         }
         self.reply_to(request, Turn::wait(), interrupt)
     }
@@ -343,7 +342,7 @@ impl Inner {
         let mut say = |inner: &mut Self| {
             let begun = Instant::now();
             let out_of_time = || begun.elapsed() > limit || interrupt.interrupted();
-            if inner.connection.flight.is_calling() {
+            if inner.connection.flight.is_only_calling() {
                 inner.call_last(&call, &out_of_time)
             } else {
                 inner.call(&call, &out_of_time)

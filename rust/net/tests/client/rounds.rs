@@ -245,6 +245,19 @@ fn a_goodbye_out_of_a_wait_is_heard() {
 }
 
 #[test]
+fn a_goodbye_out_of_a_wait_to_a_server_that_is_gone_is_over_at_once() {
+    let server = start(adding(Transaction::Fragment));
+    let relay = Relay::new(server.address(), []);
+    let mut workers = vec![worker(relay.address, "a"), worker(server.address(), "b")];
+    acquaint(&mut workers);
+    let once_in = || rounds(&server)["open_entrants"] == 1;
+    assert_eq!(workers[0].client.enter(&Entry::of(1.0), &once_in), Err(ClientError::Interrupted));
+    relay.go_down();
+    until_entered(&server, 0);
+    assert_eq!(workers[0].client.close(Parting::Left { cause: None }, &never), Ok(()));
+}
+
+#[test]
 fn a_wait_outlives_its_connection() {
     let server = start(adding(Transaction::Fragment));
     let relay = Relay::new(server.address(), []);
