@@ -141,7 +141,9 @@ def release(thing: Live) -> None:
 def _say_goodbye() -> None:
     failure = _failure()
     interrupt: BaseException | None = None
-    live = sorted(_live, key=lambda thing: thing._exit_turn)  # noqa: SLF001  for this module alone
+    with _lock:  # another thread may just open something
+        live = list(_live)
+    live.sort(key=lambda thing: thing._exit_turn)  # noqa: SLF001  for this module alone
     endings: list[Callable[[BaseException | None], None]] = [
         *_at_end,
         *(partial(_leave, one) for one in live),
@@ -191,10 +193,10 @@ def cause_of(error: BaseException) -> str:
 
 
 def at_end_of_forked(call: Callable[[], None], *, turn: int = 0) -> None:
-    """Have a forked `multiprocessing.Process`, which ends without `atexit`, call something as it ends.
+    """Have a `multiprocessing.Process`, which may end without `atexit`, call something as it ends.
 
     Args:
-        call: What; what it raises keeps what comes after it from being called.
+        call: What; Ctrl-C out of it keeps what comes after it from being called.
         turn: After all with a smaller one; 0 is the goodbye of what is open.
     """
     util = sys.modules.get("multiprocessing.util")

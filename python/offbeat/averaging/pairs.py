@@ -158,12 +158,15 @@ class Pairs:
     def _receive(self, works: list[distributed.Work]) -> None:
         """Wait for each message once: who waits for it again, as gloo has it, waits for another one.
 
+        One for which somebody has waited tells that it has come, also where Ctrl-C came in that wait.
+
         Raises:
             ConnectionLostError: If a member is lost.
         """
         self._sums.wait([])  # it may have been before
         while works:
-            self._sums.wait(works[-1:])
+            if not works[-1].is_completed():
+                self._sums.wait(works[-1:])
             works.pop()
 
 

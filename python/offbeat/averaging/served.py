@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -128,6 +129,7 @@ class Served(process.Live):
         self._last = NOWHERE  # the round that this member was in last, and the model's version after it
         self._is_closed = self.has_gone_on = self._has_missed = self._has_waited = False
         self._cause: str | None = None  # why it leaves at its end; None: it has finished
+        self._has_left = threading.Event()
         self.lingers = True
         self._waits_for_those_before = False
         self._meet(waiting.BEGIN_S)
@@ -295,13 +297,18 @@ class Served(process.Live):
 
     def end_by(self, failure: BaseException | None) -> None:
         """Say goodbye, after the round under way: whoever stays is waited for in each round by the others."""
+        if self._is_closed:
+            return  # and what is to be said is known
         self._is_closed = True
         failure = process.failure_in(failure)
         self._cause = None if failure is None else process.cause_of(failure)  # what it holds is not to wait
 
         def leave() -> None:
-            self._presence.drop(finished=self._cause is None, cause=self._cause)
-            process.release(self)
+            try:
+                self._presence.drop(finished=self._cause is None, cause=self._cause)
+                process.release(self)
+            finally:
+                self._has_left.set()
 
         self._behind.after(leave)
 
@@ -313,7 +320,10 @@ class Served(process.Live):
         under_way = self._behind.under_way
         if self._cause is None and under_way is not None and not self._has_waited:
             self._has_waited = True  # Ctrl-C in it does not begin it anew
-            futures.wait([under_way], LEAVING_S)
+            if self._is_closed:
+                self._has_left.wait(LEAVING_S)
+            else:
+                futures.wait([under_way], LEAVING_S)
         self._presence.drop(finished=self._cause is None, cause=self._cause, is_at_exit=True)
 
     @staticmethod

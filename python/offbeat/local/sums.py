@@ -76,8 +76,8 @@ class Sums:
         self._collective = weakref.WeakSet[distributed.Work]()
         self._lost: str | None = None
         self._waits = Waits()
-        self._group: distributed.ProcessGroup | None = group
         self._timeout = timeout_of(group)
+        self._group: distributed.ProcessGroup | None = group
         _open.add(self)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last of all, so that it comes before the default group is left
@@ -491,5 +491,8 @@ def _close_all() -> None:
         except BaseException as error:  # noqa: BLE001  raised below
             raised = raised or error
         closing.keep()
+        _closing.discard(
+            closing
+        )  # the end may come twice, as a child's of multiprocessing and as a process's
     if raised is not None:
         raise raised

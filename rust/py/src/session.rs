@@ -15,6 +15,11 @@ use pyo3::prelude::*;
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::thread;
+use std::time::Duration;
+
+/// How often who leaves looks whether another thread is out of its call.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Rust's client; `offbeat.Client` and `offbeat.AsyncWorker` are what users hold.
 #[pyclass(frozen, module = "offbeat._offbeat")]
@@ -315,9 +320,17 @@ impl Session {
     fn leave(&self, py: Python<'_>, parting: &str, cause: Option<String>) -> PyResult<()> {
         let parting = parting_of(py, parting, cause)?;
         self.is_leaving.store(true, Ordering::Relaxed); // as it is looked at
-        wait(py, |signals| match self.client.get().lock() {
-            Ok(mut client) => client.close(parting, signals),
-            Err(_) => Ok(()), // a call has panicked in the middle of it
+        wait(py, |signals| {
+            loop {
+                match self.client.get().try_lock() {
+                    Ok(mut client) => return client.close(parting, signals),
+                    Err(TryLockError::Poisoned(_)) => return Ok(()),
+                    Err(TryLockError::WouldBlock) if signals.interrupted() => {
+                        return Err(ClientError::Interrupted);
+                    }
+                    Err(TryLockError::WouldBlock) => thread::sleep(LOOK), // a lock has no wait that Ctrl-C ends
+                }
+            }
         })
     }
 }

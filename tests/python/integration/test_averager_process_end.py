@@ -77,6 +77,7 @@ def others(server):
         ("with averager: 1 / 0", "left", 1),
         ("with averager: sys.exit(3)", "left", 3),
         ("averager.close()\n1 / 0", "finished", 1),
+        ("try:\n with averager: 1 / 0\nfinally: averager.close()", "left", 1),
         ("raise KeyboardInterrupt", "left", None),
     ],
 )
@@ -116,8 +117,16 @@ def test_ctrl_c_ends_the_wait_for_others(server, stays):
     assert others(server) == {"worker-1": "finished"}
 
 
+AWAITED = """
+from offbeat.averaging import served
+
+served.LEAVING_S = 60.0
+print("ends", flush=True)
+"""
+
+
 def test_what_it_has_said_in_that_round_is_in_the_mean_where_others_come_to_it_soon(server, stays):
-    with ends(server.address, "print('ends', flush=True)") as member:
+    with ends(server.address, AWAITED) as member:
         try:
             until_it_waits(server)
             member.stdin.write("\n")

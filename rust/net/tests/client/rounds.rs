@@ -245,7 +245,7 @@ fn a_goodbye_out_of_a_wait_is_heard() {
 }
 
 #[test]
-fn a_goodbye_out_of_a_wait_to_a_server_that_is_gone_is_over_at_once() {
+fn a_goodbye_out_of_a_wait_to_a_server_that_is_gone_is_none() {
     let server = start(adding(Transaction::Fragment));
     let relay = Relay::new(server.address(), []);
     let mut workers = vec![worker(relay.address, "a"), worker(server.address(), "b")];
