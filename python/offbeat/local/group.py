@@ -29,6 +29,7 @@ __all__ = [
     "group_of",
     "held_by_all",
     "is_alike",
+    "is_gloo",
     "is_other",
     "is_plain",
     "listed",
@@ -115,9 +116,13 @@ def destroy(group: "distributed.ProcessGroup") -> None:
         distributed.get_process_group_ranks(group)
     except (KeyError, ValueError):
         return  # it went with a default group that was destroyed; there is another one now
-    kinds = {part.rpartition(":")[2] for part in distributed.get_backend_config(group).split(",")}
-    if kinds == {"gloo"}:  # others wait for one another there, and may wait for ever
+    if is_gloo(group):  # others wait for one another there, and may wait for ever
         distributed.destroy_process_group(group)
+
+
+def is_gloo(group: "distributed.ProcessGroup") -> bool:
+    """Tell whether all that a group carries goes over gloo."""
+    return {part.rpartition(":")[2] for part in distributed.get_backend_config(group).split(",")} == {"gloo"}
 
 
 def timeout_of(group: "distributed.ProcessGroup") -> timedelta:

@@ -20,7 +20,7 @@ from torch import distributed
 from offbeat import log, process
 from offbeat.errors import ClosedError, ConnectionLostError, OffbeatError
 from offbeat.local.behind import LEAVING_S, Behind, is_behind
-from offbeat.local.group import carries, destroy, gathered, is_alike, own_group, timeout_of
+from offbeat.local.group import carries, destroy, gathered, is_alike, is_gloo, own_group, timeout_of
 from offbeat.local.shared_memory import GoneError, SharedMemory, machine, switch, why_apart
 from offbeat.telling import Waits
 
@@ -76,7 +76,7 @@ class Sums:
         self._collective = weakref.WeakSet[distributed.Work]()
         self._lost: str | None = None
         self._waits = Waits()
-        self._timeout = timeout_of(group)
+        self._timeout, self._is_gloo = timeout_of(group), is_gloo(group)
         self._group: distributed.ProcessGroup | None = group
         _open.add(self)
         atexit.unregister(_close_all)
@@ -222,7 +222,7 @@ class Sums:
             self._lost = f"the sums of {self._of} were broken off while they began ({type(error).__name__})"
             raise
         self._started.update(works)
-        if not are_between_two:
+        if self._is_gloo and not are_between_two:  # NCCL's stay with torch, and asking for them may take long
             self._collective.update(works)
         return works
 

@@ -14,12 +14,11 @@ use offbeat_net::client::{self, Client, ClientConfig, ClientError, Entered, Entr
 use pyo3::prelude::*;
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, TryLockError};
-use std::thread;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 /// How often who leaves looks whether another thread is out of its call.
-const LOOK: Duration = Duration::from_millis(10);
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Rust's client; `offbeat.Client` and `offbeat.AsyncWorker` are what users hold.
 #[pyclass(frozen, module = "offbeat._offbeat")]
@@ -30,6 +29,8 @@ pub(crate) struct Session {
     client: Owned<Mutex<Client>>,
     /// Once the process ends, and another thread is to be out of its call.
     is_leaving: AtomicBool,
+    /// Who leaves waits here for that.
+    is_out: (Mutex<()>, Condvar),
 }
 
 impl Session {
@@ -51,6 +52,7 @@ impl Session {
     ) -> PyResult<T> {
         wait(py, |signals| {
             let result = work(&mut *self.lock()?, &|| self.is_leaving() || signals.interrupted());
+            self.is_out.1.notify_all();
             match result {
                 Err(ClientError::Interrupted) if self.is_leaving() => Err(ClientError::Closed.into()),
                 result => result.map_err(SessionError::Client),
@@ -130,7 +132,12 @@ impl Session {
             patience: reconnect_timeout_s.map(seconds),
         };
         let client = wait(py, |signals| Client::connect(config, table.as_ref(), signals))?;
-        Ok(Self { address, client: Owned::new(Mutex::new(client)), is_leaving: AtomicBool::new(false) })
+        Ok(Self {
+            address,
+            client: Owned::new(Mutex::new(client)),
+            is_leaving: AtomicBool::new(false),
+            is_out: Default::default(),
+        })
     }
 
     #[getter]
@@ -312,7 +319,11 @@ impl Session {
     fn close(&self, py: Python<'_>, parting: &str, cause: Option<String>) -> PyResult<()> {
         let parting = parting_of(py, parting, cause)?;
         // Not broken off where the process ends meanwhile: it is what is to be said then.
-        wait(py, |signals| self.lock()?.close(parting, signals).map_err(SessionError::Client))
+        wait(py, |signals| {
+            let result = self.lock()?.close(parting, signals);
+            self.is_out.1.notify_all();
+            result.map_err(SessionError::Client)
+        })
     }
 
     /// Closes as the process ends: another thread's call is broken off, and none follows.
@@ -321,6 +332,8 @@ impl Session {
         let parting = parting_of(py, parting, cause)?;
         self.is_leaving.store(true, Ordering::Relaxed); // as it is looked at
         wait(py, |signals| {
+            // Not on the client's own lock, in which Ctrl-C is not heard.
+            let mut waits = self.is_out.0.lock().unwrap_or_else(PoisonError::into_inner);
             loop {
                 match self.client.get().try_lock() {
                     Ok(mut client) => return client.close(parting, signals),
@@ -328,7 +341,10 @@ impl Session {
                     Err(TryLockError::WouldBlock) if signals.interrupted() => {
                         return Err(ClientError::Interrupted);
                     }
-                    Err(TryLockError::WouldBlock) => thread::sleep(LOOK), // a lock has no wait that Ctrl-C ends
+                    Err(TryLockError::WouldBlock) => {
+                        let woken = self.is_out.1.wait_timeout(waits, LOOK);
+                        waits = woken.unwrap_or_else(PoisonError::into_inner).0;
+                    }
                 }
             }
         })
