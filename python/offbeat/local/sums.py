@@ -77,6 +77,7 @@ class Sums:
         self._lost: str | None = None
         self._waits = Waits()
         self._timeout, self._is_gloo = timeout_of(group), is_gloo(group)
+        self._timeout_s = self._timeout.total_seconds()  # now: Python 3.13.0 falls over that at its end
         self._group: distributed.ProcessGroup | None = group
         _open.add(self)
         atexit.unregister(_close_all)
@@ -315,7 +316,7 @@ class Sums:
                 works,
                 collective=list(self._collective),
                 under_way=under_way,
-                most_s=self._timeout.total_seconds(),
+                most_s=self._timeout_s,
             )
             try:
                 destroy(held[0])
