@@ -76,8 +76,8 @@ class Sums:
         self._collective = weakref.WeakSet[distributed.Work]()
         self._lost: str | None = None
         self._waits = Waits()
-        self._timeout, self._is_gloo = timeout_of(group), is_gloo(group)
-        self._timeout_s = self._timeout.total_seconds()  # now: Python 3.13.0 falls over that at its end
+        self._timeout_s = timeout_of(group).total_seconds()  # now: Python 3.13.0 falls over that at its end
+        self._is_gloo = is_gloo(group)
         self._group: distributed.ProcessGroup | None = group
         _open.add(self)
         atexit.unregister(_close_all)
@@ -110,8 +110,8 @@ class Sums:
             ConfigError: If a member's environment has a switch of shared memory that is none; in all members.
         """
         try:
-            most = timeout_of(group) + more
-            with Waits().telling(lambda waited_s: _waiting(group, of, each, waited_s, most)):
+            most_s = (timeout_of(group) + more).total_seconds()
+            with Waits().telling(lambda waited_s: _waiting(group, of, each, waited_s, most_s)):
                 own = own_group(group, more=more, backend=backend)
                 try:
                     memory = None if device is None else _memory_of(own, device)
@@ -281,11 +281,11 @@ class Sums:
         Args:
             is_there: What is waited for is there, and no watch is kept.
         """
-        group, most = self._group, self._timeout
+        group, most_s = self._group, self._timeout_s
         if is_there or group is None:
             yield
             return
-        with self._waits.telling(lambda waited_s: _waiting(group, self._of, self._each, waited_s, most)):
+        with self._waits.telling(lambda waited_s: _waiting(group, self._of, self._each, waited_s, most_s)):
             yield
 
     def _wait_behind(self) -> None:
@@ -391,14 +391,13 @@ def _lost(of: str, each: str, error: Exception) -> str:
     )
 
 
-def _waiting(group: distributed.ProcessGroup, of: str, each: str, waited_s: float, most: timedelta) -> str:
+def _waiting(group: distributed.ProcessGroup, of: str, each: str, waited_s: float, most_s: float) -> str:
     """Word that a member waits for others, and for how long it does.
 
     Nothing is asked of torch's registry, where the group may be forgotten by now.
     """
     rank, size = group.rank(), group.size()
     others = f"member {1 - rank}" if size == 2 else f"one or more of the other {size - 1} members"  # noqa: PLR2004
-    most_s = most.total_seconds()
     return (
         f"member {rank} of {size} has waited {waited_s:g} s for {others}, to put {of} of all members "
         f"together: slower, stopped, or not that far; it waits up to {most_s:g} s (the process "
@@ -492,8 +491,6 @@ def _close_all() -> None:
         except BaseException as error:  # noqa: BLE001  raised below
             raised = raised or error
         closing.keep()
-        _closing.discard(
-            closing
-        )  # the end may come twice, as a child's of multiprocessing and as a process's
+        _closing.discard(closing)  # the end may come twice: as multiprocessing's child's, and a process's
     if raised is not None:
         raise raised

@@ -61,6 +61,16 @@ def until_it_waits(server):
     wait_for(lambda: server.status()["rounds"]["open_entrants"] == 1, timeout_s=60)
 
 
+def ended(server, ending):
+    """Have a member end while its round waits for others; give it, and what it has printed on both."""
+    with ends(server.address, ending) as member:
+        try:
+            until_it_waits(server)
+            return (member, *member.communicate("\n", timeout=60))
+        finally:
+            member.kill()
+
+
 def others(server):
     return {
         worker["id"]: worker["state"] for worker in server.status()["workers"] if worker["id"] != "worker-0"
@@ -82,12 +92,7 @@ def others(server):
     ],
 )
 def test_who_ends_while_a_round_of_its_own_waits_for_others_says_goodbye(server, stays, ending, state, code):
-    with ends(server.address, ending) as member:
-        try:
-            until_it_waits(server)
-            _, told = member.communicate("\n", timeout=60)
-        finally:
-            member.kill()
+    member, _, told = ended(server, ending)
     assert others(server) == {"worker-1": state}
     assert "Exception ignored" not in told
     assert code is None or member.returncode == code, told
@@ -107,12 +112,7 @@ concurrent.futures.wait = wait
 
 
 def test_ctrl_c_ends_the_wait_for_others(server, stays):
-    with ends(server.address, BREAKS_OFF) as member:
-        try:
-            until_it_waits(server)
-            said, told = member.communicate("\n", timeout=60)
-        finally:
-            member.kill()
+    _, said, told = ended(server, BREAKS_OFF)
     assert said == "waits\n", told
     assert others(server) == {"worker-1": "finished"}
 
